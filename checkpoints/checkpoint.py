@@ -1,0 +1,23 @@
+"""A loaded model: config, parameters, tokenizer, identity."""
+
+import dataclasses
+
+from headrace.checkpoints.tokenizer_spec import TokenizerSpec
+from headrace.configs.schema import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What every reader gives.
+
+    Attributes:
+      config: shapes and constants.
+      params: the parameter tree (WORKSPACE.md), arrays on the device.
+      tokenizer: None where the source has none.
+      identity: hex digest that changes with the weights.
+    """
+
+    config: ModelConfig
+    params: dict
+    tokenizer: TokenizerSpec | None
+    identity: str

@@ -1,0 +1,175 @@
+"""GGUF files: config, tensors and identity. The package `gguf` parses and dequantizes.
+
+llama.cpp stores the rows of q and k with rotated pairs side by side; they are put
+back into the half-split order of Hugging Face.
+"""
+
+import os
+import pathlib
+import struct
+
+import gguf
+import numpy as np
+
+from headrace.configs.schema import ModelConfig
+
+_ARCHITECTURES = ("llama",)
+
+# What the parser raises on bytes that are no valid file.
+_DAMAGE = (ValueError, IndexError, KeyError, OverflowError, struct.error, OSError)
+
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def open_gguf(path: str | os.PathLike[str]) -> gguf.GGUFReader:
+    """Opens a file and checks that all of its tensors lie within it.
+
+    Raises:
+      ValueError: no GGUF file, or a truncated or damaged one.
+    """
+    path = pathlib.Path(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise ValueError(f"{path} is no GGUF file: it starts with {magic!r}")
+    try:
+        reader = gguf.GGUFReader(path)
+    except _DAMAGE as error:
+        raise ValueError(
+            f"{path} ({size:,} bytes) is truncated or damaged: {error}"
+        ) from None
+    end = max((t.data_offset + t.n_bytes for t in reader.tensors), default=0)
+    if end > size:
+        raise ValueError(
+            f"{path} is truncated: its tensors end at byte {end:,}, it has {size:,}"
+        )
+    return reader
+
+
+def field(reader: gguf.GGUFReader, key: str, default: object = None) -> object:
+    """A metadata value; `default` where the key is absent.
+
+    Raises:
+      ValueError: the key is absent and has no default.
+    """
+    found = reader.get_field(key)
+    if found is None:
+        if default is None:
+            raise ValueError(f"the GGUF file lacks the key {key!r}")
+        return default
+    return found.contents()
+
+
+def model_config(reader: gguf.GGUFReader) -> ModelConfig:
+    """The model's config from the file's metadata.
+
+    Raises:
+      ValueError: an architecture that is not supported, or a missing key.
+    """
+    architecture = field(reader, "general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise ValueError(
+            f"GGUF architecture {architecture!r} is not supported; known: "
+            f"{list(_ARCHITECTURES)}"
+        )
+    names = {tensor.name for tensor in reader.tensors}
+    if "rope_freqs.weight" in names:
+        raise ValueError(
+            "this GGUF file stretches its rotary wavelengths by the table "
+            "rope_freqs.weight, which is not supported yet; use the safetensors form"
+        )
+
+    def get(key: str, default: object = None) -> object:
+        return field(reader, f"llama.{key}", default)
+
+    dim, heads = int(get("embedding_length")), int(get("attention.head_count"))
+    vocab = next(t for t in reader.tensors if t.name == "token_embd.weight").shape[1]
+    stop_ids = [
+        reader.get_field(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")
+    ]
+    bos = reader.get_field("tokenizer.ggml.bos_token_id")
+    return ModelConfig(
+        family="llama",
+        num_layers=int(get("block_count")),
+        model_dim=dim,
+        ffw_dim=int(get("feed_forward_length")),
+        num_heads=heads,
+        num_kv_heads=int(get("attention.head_count_kv", heads)),
+        head_dim=int(get("attention.key_length", dim // heads)),
+        vocab_size=int(vocab),
+        context_len=int(get("context_length")),
+        rope_base=float(get("rope.freq_base", 10000.0)),
+        # Stored as float32: 9.99999974e-06 means 1e-5.
+        norm_eps=float(f"{float(get('attention.layer_norm_rms_epsilon')):.3g}"),
+        tie_embeddings="output.weight" not in names,
+        bos_id=None if bos is None else int(bos.contents()),
+        stop_ids=tuple(dict.fromkeys(int(i.contents()) for i in stop_ids if i)),
+    )
+
+
+class GGUFSource:
+    """The file's tensors under Hugging Face names, dequantized to float32."""
+
+    def __init__(self, reader: gguf.GGUFReader, config: ModelConfig) -> None:
+        self._config = config
+        self._tensors = {_hf_name(t.name): t for t in reader.tensors}
+
+    def names(self) -> list[str]:
+        """All names; those without a counterpart keep their own."""
+        return list(self._tensors)
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, (out, in), float32.
+
+        Raises:
+          ValueError: a quantization that the package `gguf` cannot undo.
+        """
+        tensor = self._tensors[name]
+        try:
+            array = gguf.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"tensor {name} is stored as {tensor.tensor_type.name}, which cannot "
+                f"be dequantized: {error}"
+            ) from None
+        array = np.ascontiguousarray(array, np.float32)
+        for part, heads in (
+            ("q_proj", self._config.num_heads),
+            ("k_proj", self._config.num_kv_heads),
+        ):
+            if name.endswith(f"{part}.weight"):
+                array = unpermute(array, heads)
+        return array
+
+
+def unpermute(w_OD: np.ndarray, num_heads: int) -> np.ndarray:
+    """Undoes llama.cpp's row order: row 2i + j of a head back to row i + j * H/2."""
+    rows, columns = w_OD.shape
+    half = rows // num_heads // 2
+    pairs = w_OD.reshape(num_heads, half, 2, columns)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, columns)
+
+
+def _hf_name(name: str) -> str:
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name]
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+    return name

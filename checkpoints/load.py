@@ -1,0 +1,122 @@
+"""Resolves what a user calls a model, and loads it.
+
+In this order: a registry name, a .gguf file, a folder (our store, or Hugging Face's
+layout), a hub id. Parameters go to the device one at a time, so that the host never
+holds the model twice.
+"""
+
+import difflib
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from headrace.checkpoints import registry
+from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
+from headrace.checkpoints.checkpoint import Checkpoint
+from headrace.checkpoints.name_map import assemble
+
+Shardings = Callable[[tuple[str, ...]], Any] | None
+
+__all__ = ["Checkpoint", "load_checkpoint"]
+
+
+def load_checkpoint(
+    model: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    shardings: Shardings = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Checkpoint:
+    """Loads a model by name, file, folder or hub id.
+
+    Args:
+      model: see the header of this file.
+      dtype: storage type of the parameters on the device.
+      shardings: parameter path -> sharding; None is the default device.
+      cache_dir: see `cache_dir.cache_dir`.
+
+    Raises:
+      ValueError: nothing of that name, or a damaged, incomplete or unsupported
+        source; what was tried and what is known is in the message.
+    """
+    name = os.fspath(model)
+    folder = default_cache_dir(cache_dir)
+    if name in registry.REGISTRY:
+        path = registry.fetch(name, folder)
+        digest = registry.REGISTRY[name].sha256
+        return load_gguf(path, dtype=dtype, shardings=shardings, identity=digest)
+    path = pathlib.Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{path} is a file, but no .gguf file")
+        return load_gguf(path, dtype=dtype, shardings=shardings)
+    if path.is_dir():
+        return _load_folder(path, dtype=dtype, shardings=shardings)
+    if _is_hub_id(name):
+        from headrace.checkpoints.hub import download
+
+        path = download(name, folder)
+        return _load_folder(path, dtype=dtype, shardings=shardings)
+    raise ValueError(_unknown(name))
+
+
+def load_gguf(
+    path: pathlib.Path,
+    *,
+    dtype: str = "float32",
+    shardings: Shardings = None,
+    identity: str | None = None,
+) -> Checkpoint:
+    """Loads a .gguf file; its identity is the file's hash."""
+    from headrace.checkpoints import gguf_reader, gguf_tokenizer
+
+    reader = gguf_reader.open_gguf(path)
+    config = gguf_reader.model_config(reader)
+    source = gguf_reader.GGUFSource(reader, config)
+    return Checkpoint(
+        config=config,
+        params=assemble(config, source, placer(dtype, shardings)),
+        tokenizer=gguf_tokenizer.tokenizer_spec(reader),
+        identity=identity or registry.file_sha256(path),
+    )
+
+
+def _load_folder(path: pathlib.Path, *, dtype: str, shardings: Shardings) -> Checkpoint:
+    from headrace.checkpoints import orbax_store, safetensors_reader
+
+    if orbax_store.is_store(path):
+        return orbax_store.load_store(path, dtype=dtype, shardings=shardings)
+    return safetensors_reader.load_folder(path, dtype=dtype, shardings=shardings)
+
+
+def placer(
+    dtype: str, shardings: Shardings
+) -> Callable[[tuple[str, ...], np.ndarray], jax.Array]:
+    """Casts an array on the host and puts it on its device or devices."""
+    target = jnp.dtype(dtype)
+
+    def place(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
+        array = np.ascontiguousarray(array.astype(target, copy=False))
+        return jax.device_put(array, shardings(path) if shardings else None)
+
+    return place
+
+
+def _is_hub_id(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) == 2 and all(parts) and not name.startswith((".", "~"))
+
+
+def _unknown(name: str) -> str:
+    known = sorted(registry.REGISTRY)
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return (
+        f"no model {name!r}{hint} It is no registry name (known: {known}), no file or "
+        f"folder here, and no hub id of the form 'owner/name'"
+    )

@@ -1,0 +1,175 @@
+"""One declarative map per family: our parameter -> source tensors and how they join.
+
+Source names are those of Hugging Face checkpoints; other formats translate theirs
+first. Strict both ways: a missing tensor and an unused one are errors that name it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from headrace.configs.schema import ModelConfig
+from headrace.layers.models import param_shapes
+
+
+class TensorSource(Protocol):
+    """Named tensors that are read one at a time."""
+
+    def names(self) -> Iterable[str]:
+        """All names, in Hugging Face's terms."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, (out, in)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One of our parameters.
+
+    Attributes:
+      path: keys in the parameter tree.
+      sources: names of the tensors it is made of.
+      join: makes one array of them.
+    """
+
+    path: tuple[str, ...]
+    sources: tuple[str, ...]
+    join: Callable[[ModelConfig, list[np.ndarray]], np.ndarray]
+
+
+def _single(config: ModelConfig, parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0]
+
+
+def _pack_qkv(config: ModelConfig, parts: list[np.ndarray]) -> np.ndarray:
+    """[K, G + 2, H, D]: each kv head's queries, its key, its value."""
+    K, G, H, D = (
+        config.num_kv_heads, config.group_size, config.head_dim, config.model_dim,
+    )  # fmt: skip
+    q, k, v = parts
+    return np.concatenate(
+        [q.reshape(K, G, H, D), k.reshape(K, 1, H, D), v.reshape(K, 1, H, D)], axis=1
+    )
+
+
+def _stack(config: ModelConfig, parts: list[np.ndarray]) -> np.ndarray:
+    return np.stack(parts)
+
+
+def llama_map(config: ModelConfig) -> list[Entry]:
+    """Llama 2/3.x and SmolLM2."""
+    entries = [
+        Entry(("embedding",), ("model.embed_tokens.weight",), _single),
+        Entry(("final_norm",), ("model.norm.weight",), _single),
+    ]
+    if not config.tie_embeddings:
+        entries.append(Entry(("head",), ("lm_head.weight",), _single))
+    per_layer: list[tuple[str, tuple[str, ...], Callable]] = [
+        ("attention_norm", ("input_layernorm",), _single),
+        ("qkv", tuple(f"self_attn.{x}_proj" for x in "qkv"), _pack_qkv),
+        ("out", ("self_attn.o_proj",), _single),
+        ("mlp_norm", ("post_attention_layernorm",), _single),
+        ("gate_up", ("mlp.gate_proj", "mlp.up_proj"), _stack),
+        ("down", ("mlp.down_proj",), _single),
+    ]
+    for layer in range(config.num_layers):
+        for key, parts, join in per_layer:
+            names = tuple(f"model.layers.{layer}.{part}.weight" for part in parts)
+            entries.append(Entry((f"layer_{layer}", key), names, join))
+    return entries
+
+
+FAMILY_MAPS = {"llama": llama_map}
+
+
+def source_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape that each source tensor must have."""
+    D, F, H, V = config.model_dim, config.ffw_dim, config.head_dim, config.vocab_size
+    by_suffix = {
+        "embed_tokens": (V, D),
+        "lm_head": (V, D),
+        "q_proj": (config.num_heads * H, D),
+        "k_proj": (config.num_kv_heads * H, D),
+        "v_proj": (config.num_kv_heads * H, D),
+        "o_proj": (D, config.num_heads * H),
+        "gate_proj": (F, D),
+        "up_proj": (F, D),
+        "down_proj": (D, F),
+    }
+    shapes = {}
+    for entry in FAMILY_MAPS[config.family](config):
+        for name in entry.sources:
+            shapes[name] = by_suffix.get(name.split(".")[-2], (D,))
+    return shapes
+
+
+def _is_ignorable(name: str, config: ModelConfig) -> bool:
+    """Tensors that say nothing new: derived tables, and the copy of a tied head."""
+    tied_head = name == "lm_head.weight" and config.tie_embeddings
+    return tied_head or name.endswith("rotary_emb.inv_freq")
+
+
+def assemble(
+    config: ModelConfig,
+    source: TensorSource,
+    place: Callable[[tuple[str, ...], np.ndarray], object],
+) -> dict:
+    """Reads a source into a parameter tree, one parameter at a time.
+
+    Args:
+      config: of the model.
+      source: the tensors.
+      place: gets a parameter's path and array, returns what the tree holds; called
+        as soon as a parameter is read, so that the host holds one at a time.
+
+    Raises:
+      ValueError: a tensor is missing, unused, or has another shape than the config
+        says; it is named.
+    """
+    entries = FAMILY_MAPS[config.family](config)
+    shapes = source_shapes(config)
+    present, wanted = set(source.names()), set(shapes)
+    missing = sorted(wanted - present)
+    if missing:
+        raise ValueError(f"the checkpoint lacks {_some(missing)}")
+    unused = sorted(n for n in present - wanted if not _is_ignorable(n, config))
+    if unused:
+        raise ValueError(
+            f"the checkpoint has tensors that family {config.family!r} does not know: "
+            f"{_some(unused)}"
+        )
+    expected = param_shapes(config)
+    tree: dict = {}
+    for entry in entries:
+        parts = [_read(source, name, shapes[name]) for name in entry.sources]
+        array = entry.join(config, parts)
+        assert array.shape == _at(expected, entry.path), entry.path
+        node = tree
+        for key in entry.path[:-1]:
+            node = node.setdefault(key, {})
+        node[entry.path[-1]] = place(entry.path, array)
+    return tree
+
+
+def _read(source: TensorSource, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    array = source.read(name)
+    if array.shape != shape:
+        raise ValueError(
+            f"tensor {name} has shape {array.shape}, the config says {shape}"
+        )
+    return array
+
+
+def _at(tree: Mapping, path: tuple[str, ...]) -> tuple[int, ...]:
+    for key in path:
+        tree = tree[key]
+    return tree  # type: ignore[return-value]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

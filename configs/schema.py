@@ -1,0 +1,268 @@
+"""Plain, checked data that describes a model and an engine.
+
+Frozen dataclasses, keyword only. They reject unknown keys by name and check every
+range when built, so that nothing below them has to. Imports nothing of ours and no
+jax: the host side of the engine may use it freely.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+Numerics = Literal["invariant", "fast"]
+Policy = Literal["fcfs", "static"]
+Dtype = Literal["float32", "bfloat16"]
+
+KEY_BLOCK = 128
+"""Keys per block of the XLA attention; pages divide it (DESIGN: fixed blocks)."""
+
+PAGE_SIZES = (16, 32, 64)
+
+
+def _check_range(name: str, value: Any, low: float, high: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not low <= value <= high:
+        top = "" if math.isinf(high) else f" and at most {high}"
+        raise ValueError(f"{name} must be at least {low}{top}, got {value!r}")
+
+
+def _check_int(name: str, value: Any, low: int, high: float = math.inf) -> None:
+    _check_range(name, value, low, high)
+    if not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    # A bool equals 0 or 1 and would pass as one.
+    if value not in choices or type(value) not in map(type, choices):
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def _check_tuple(name: str, value: Any) -> None:
+    if not isinstance(value, tuple):
+        raise ValueError(f"{name} must be a tuple, got {value!r}")
+
+
+class _FromMapping:
+    """Adds `from_mapping` to a dataclass: unknown keys are an error that names them."""
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Builds the dataclass from a mapping, such as a ConfigDict or parsed JSON.
+
+        Args:
+          values: field name to value; lists become tuples.
+
+        Raises:
+          ValueError: a key is no field (the nearest field is named), or a value is
+            out of its range.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for key in values:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, 1)
+                hint = f", did you mean {near[0]!r}?" if near else ";"
+                raise ValueError(
+                    f"{cls.__name__} has no key {key!r}{hint} known keys: {names}"
+                )
+        missing = [
+            field.name
+            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+            if field.name not in values
+            and field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+        ]
+        if missing:
+            raise ValueError(f"{cls.__name__} lacks the keys {missing}")
+        return cls(**{key: _plain(value) for key, value in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item) for item in value)
+    return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling(_FromMapping):
+    """Llama-3 stretching of the rotary wavelengths.
+
+    Source: Llama 3.1 model card, `rope_type: llama3` in its config.json.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context_len: int
+
+    def __post_init__(self) -> None:
+        _check_range("factor", self.factor, 1.0)
+        _check_range("low_freq_factor", self.low_freq_factor, 1e-6)
+        _check_range("high_freq_factor", self.high_freq_factor, 1e-6)
+        if not self.high_freq_factor > self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor must exceed low_freq_factor "
+                f"{self.low_freq_factor}, got {self.high_freq_factor}"
+            )
+        _check_int("original_context_len", self.original_context_len, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(_FromMapping):
+    """Shapes and constants of one decoder-only model (axis letters: WORKSPACE.md).
+
+    `context_len` is the longest request, prompt and output together, in tokens.
+    `stop_ids` end a request unless it ignores them (all end-of-turn ids).
+    """
+
+    family: Literal["llama"] = "llama"
+    num_layers: int
+    model_dim: int  # D
+    ffw_dim: int  # F
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    vocab_size: int  # V
+    context_len: int
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    bos_id: int | None = None
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_choice("family", self.family, ("llama",))
+        for name in (
+            "num_layers", "model_dim", "ffw_dim", "num_heads", "num_kv_heads",
+            "head_dim", "vocab_size", "context_len",
+        ):  # fmt: skip
+            _check_int(name, getattr(self, name), 1)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, "
+                f"got {self.num_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        _check_range("rope_base", self.rope_base, 1.0)
+        _check_range("norm_eps", self.norm_eps, 0.0, 1.0)
+        _check_choice("tie_embeddings", self.tie_embeddings, (True, False))
+        if isinstance(self.rope_scaling, Mapping):
+            scaling = RopeScaling.from_mapping(self.rope_scaling)
+            object.__setattr__(self, "rope_scaling", scaling)
+        if self.bos_id is not None:
+            _check_int("bos_id", self.bos_id, 0, self.vocab_size - 1)
+        _check_tuple("stop_ids", self.stop_ids)
+        for token_id in self.stop_ids:
+            _check_int("stop_ids", token_id, 0, self.vocab_size - 1)
+
+    @property
+    def group_size(self) -> int:
+        """G, query heads that share one kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON-ready inverse of `from_mapping`."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig(_FromMapping):
+    """Sizes and policies of one engine. Every compiled shape follows from it.
+
+    None means "choose from the model, the device and the memory that is free";
+    `engine/sizing.py` does, and returns a config without Nones.
+
+    Attributes:
+      max_context_len: longest request in tokens, prompt and output together.
+      page_size: tokens per KV page (C); divides 128.
+      num_pages: pages in the pool, dummy page 0 included.
+      memory_fraction: share of the free memory that weights and pool may take.
+      num_slots: requests that decode together (rows of the largest decode bucket).
+      decode_batch_sizes: ascending buckets; the last equals `num_slots`.
+      prefill_shapes: (rows, tokens) buckets of one prefill call, ascending.
+      numerics: "invariant" keeps a request's bits free of its company.
+      max_logprobs: most log-probabilities per token that a request may ask for.
+      max_stop_ids: stop ids per request that the device can check.
+      param_dtype, kv_dtype: storage types of weights and KV pages.
+      prefill_calls_per_decode: prefill calls that may run in a row while decode
+        waits; 1 lets decode run in every step.
+      policy: "fcfs" (continuous batching) or "static" (Orca's baseline).
+      compile_threads: programs compiled at the same time at start.
+    """
+
+    max_context_len: int | None = None
+    page_size: int = 64
+    num_pages: int | None = None
+    memory_fraction: float | None = None
+    num_slots: int | None = None
+    decode_batch_sizes: tuple[int, ...] | None = None
+    prefill_shapes: tuple[tuple[int, int], ...] | None = None
+    numerics: Numerics = "invariant"
+    max_logprobs: int = 20
+    max_stop_ids: int = 8
+    param_dtype: Dtype | None = None
+    kv_dtype: Dtype | None = None
+    prefill_calls_per_decode: int = 8
+    policy: Policy = "fcfs"
+    compile_threads: int = 2
+
+    def __post_init__(self) -> None:
+        _check_choice("page_size", self.page_size, PAGE_SIZES)
+        if self.memory_fraction is not None:
+            _check_range("memory_fraction", self.memory_fraction, 0.01, 1.0)
+        _check_choice("numerics", self.numerics, ("invariant", "fast"))
+        _check_choice("policy", self.policy, ("fcfs", "static"))
+        _check_int("max_logprobs", self.max_logprobs, 0, 128)
+        _check_int("max_stop_ids", self.max_stop_ids, 1, 64)
+        _check_int("compile_threads", self.compile_threads, 1)
+        _check_int("prefill_calls_per_decode", self.prefill_calls_per_decode, 1)
+        for name in ("param_dtype", "kv_dtype"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_choice(name, value, ("float32", "bfloat16"))
+        if self.max_context_len is not None:
+            _check_int("max_context_len", self.max_context_len, 2)
+        if self.num_pages is not None:
+            _check_int("num_pages", self.num_pages, 2)
+        if self.num_slots is not None:
+            _check_int("num_slots", self.num_slots, 1, 4096)
+        self._check_buckets()
+
+    def _check_buckets(self) -> None:
+        sizes = self.decode_batch_sizes
+        if sizes is not None:
+            _check_tuple("decode_batch_sizes", sizes)
+            for size in sizes:
+                _check_int("decode_batch_sizes", size, 1)
+            if not sizes or list(sizes) != sorted(set(sizes)):
+                raise ValueError(
+                    f"decode_batch_sizes must ascend without repeats, got {sizes}"
+                )
+            if self.num_slots is not None and sizes[-1] != self.num_slots:
+                raise ValueError(
+                    f"the last of decode_batch_sizes must equal num_slots "
+                    f"{self.num_slots}, got {sizes}"
+                )
+        shapes = self.prefill_shapes
+        if shapes is None:
+            return
+        _check_tuple("prefill_shapes", shapes)
+        for shape in shapes:
+            if not (isinstance(shape, tuple) and len(shape) == 2):
+                raise ValueError(f"prefill_shapes wants pairs, got {shape!r}")
+            _check_int("prefill_shapes rows", shape[0], 1)
+            _check_int("prefill_shapes tokens", shape[1], 8, 8192)
+        if not shapes or list(shapes) != sorted(set(shapes)):
+            raise ValueError(
+                f"prefill_shapes must be ascending (rows, tokens) pairs without "
+                f"repeats, got {shapes}"
+            )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON-ready inverse of `from_mapping`."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,299 @@
+"""The engine as users hold it: LLM, and the one loop that drives everything.
+
+    schedule -> plan (pad, pack) -> dispatch forward and sample -> read -> update
+
+Owns the scheduler, the page manager, the model runner and a detokenizer per request.
+One process, no globals: `del llm` (or `close`) frees the device memory.
+"""
+
+import itertools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tqdm
+
+from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
+from headrace.checkpoints.load import Checkpoint, load_checkpoint
+from headrace.configs.schema import EngineConfig
+from headrace.engine import chat_template, prompts, sizing
+from headrace.engine.batch import plan_step
+from headrace.engine.device_facts import device_facts, place_params
+from headrace.engine.kv_cache_manager import KVCacheManager
+from headrace.engine.ledger import Ledger
+from headrace.engine.model_runner import ModelRunner
+from headrace.engine.outputs import RequestOutput
+from headrace.engine.program_store import ProgramStore, program_key
+from headrace.engine.request import make_request
+from headrace.engine.request_state import RequestState, error_output
+from headrace.engine.sampling_params import SamplingParams
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.tokenizer import HFTokenizer, Tokenizer
+from headrace.engine.warmup import warm_up
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+ParamsLike = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model, loaded, compiled and ready to generate.
+
+    Args:
+      model: a registry name, a folder, a .gguf file, or a hub id.
+      config: an EngineConfig or a mapping of its keys; sizes left open follow from
+        the model and the memory that is free.
+      cache_dir: where downloads and compiled programs are kept; None is the
+        platform's convention, or HEADRACE_CACHE_DIR.
+
+    Raises:
+      ValueError: an unknown model or config key, a damaged file, or sizes that do
+        not fit the memory.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = DEFAULT_MODEL,
+        *,
+        config: EngineConfig | Mapping[str, Any] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        config = _as_config(config)
+        facts = device_facts()
+        dtype = config.param_dtype or sizing.default_dtype(facts)
+        checkpoint = load_checkpoint(model, dtype=dtype, cache_dir=cache_dir)
+        self._start(checkpoint, config, facts, cache_dir)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        config: EngineConfig | Mapping[str, Any] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> "LLM":
+        """An engine over weights at hand, such as synthetic ones."""
+        llm = cls.__new__(cls)
+        llm._start(checkpoint, _as_config(config), device_facts(), cache_dir)
+        return llm
+
+    def _start(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        facts: sizing.DeviceFacts,
+        cache_dir: str | os.PathLike[str] | None,
+    ) -> None:
+        resolved = sizing.resolve(checkpoint.config, config, facts)
+        assert resolved.param_dtype
+        folder = default_cache_dir(cache_dir) / "programs"
+        store = ProgramStore(folder, program_key(checkpoint.config, resolved))
+        params = place_params(checkpoint.params, resolved.param_dtype)
+        runner = ModelRunner(checkpoint.config, resolved, params, store=store)
+        runner.compile_all()
+        stored = store.load_facts() or {}
+        self.engine_config = warm_up(runner, stored.get("classes"))
+        classes = {e.name: e.bit_class for e in runner.ledger.entries.values()}
+        if stored.get("classes") != classes:
+            store.save_facts({"memory": runner.memory_facts(), "classes": classes})
+        self.model_config = checkpoint.config
+        self.tokenizer: Tokenizer | None = (
+            HFTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
+        )
+        assert resolved.num_pages
+        self._runner = runner
+        self._manager = KVCacheManager(resolved.num_pages, resolved.page_size)
+        self._scheduler = Scheduler(self.engine_config, self._manager)
+        self._states: dict[str, RequestState] = {}
+        self._ids = itertools.count()
+        self._lock = threading.RLock()
+        self._closed = False
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every compiled program, and the probe's verdict."""
+        return self._runner.ledger
+
+    def generate(
+        self,
+        prompts_: Any,
+        sampling_params: ParamsLike = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts; the outputs are in the order of the prompts.
+
+        Args:
+          prompts_: a str, a list of token ids, {"prompt": str} or
+            {"prompt_token_ids": [ids]}, or a list of these.
+          sampling_params: one for all, or one for each.
+          use_tqdm: show progress and output tokens per second.
+
+        Returns:
+          One output per prompt. In a list, a prompt that cannot run has
+          finish_reason "error" and its message; the others are not harmed.
+
+        Raises:
+          ValueError: the only prompt cannot run, or the arguments do not fit.
+        """
+        items = prompts.as_prompts(prompts_)
+        params = prompts.spread_params(sampling_params, len(items))
+        states: list[RequestState | RequestOutput] = []
+        for item, one in zip(items, params, strict=True):
+            try:
+                states.append(self._submit(item, one))
+            except ValueError as error:
+                if len(items) == 1:
+                    raise
+                states.append(error_output(item, str(next(self._ids)), str(error)))
+        running = [state for state in states if isinstance(state, RequestState)]
+        try:
+            self._finish_all(running, use_tqdm)
+        finally:
+            self._drop(running)
+        return [s.output() if isinstance(s, RequestState) else s for s in states]
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: ParamsLike = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several, through the model's chat template."""
+        conversations = prompts.as_conversations(messages)
+        items = [self._chat_prompt(c, add_generation_prompt) for c in conversations]
+        return self.generate(items, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yields a prompt's output piece by piece.
+
+        Each output holds the text and tokens since the one before; the last has
+        finished=True. Closing the iterator ends the request and frees its pages.
+
+        Raises:
+          ValueError: the prompt cannot run; raised by this call, not by the first
+            `next`.
+        """
+        state = self._submit(
+            prompts.as_prompt(prompt), sampling_params or SamplingParams()
+        )
+        return self._stream(state)
+
+    def stream_chat(
+        self, messages: Any, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Like `stream`, for one conversation."""
+        (conversation,) = prompts.as_conversations(messages)
+        return self.stream(self._chat_prompt(conversation, True), sampling_params)
+
+    def close(self) -> None:
+        """Frees the device memory; the object cannot be used afterwards."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._runner.close()
+
+    def __del__(self) -> None:
+        # At interpreter exit the modules that close needs may be gone already.
+        if getattr(self, "_closed", True) is False and not sys.is_finalizing():
+            self.close()
+
+    def _chat_prompt(self, messages: Any, add_generation_prompt: bool) -> Any:
+        tokenizer = self._require_tokenizer()
+        text = chat_template.render(
+            tokenizer.chat_template,
+            messages,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return prompts.Prompt(text=text, is_chat=True)
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(
+                "this model has no tokenizer: pass token ids as the prompt"
+            )
+        return self.tokenizer
+
+    def _submit(self, prompt: prompts.Prompt, params: SamplingParams) -> RequestState:
+        if self._closed:
+            raise ValueError("this LLM is closed")
+        ids = prompt.token_ids
+        if ids is None:
+            # A rendered chat brings its own first token.
+            ids = self._require_tokenizer().encode(
+                prompt.text or "", add_bos=not prompt.is_chat
+            )
+        with self._lock:
+            request = make_request(
+                str(next(self._ids)),
+                ids,
+                params,
+                prompt=prompt.text,
+                model_config=self.model_config,
+                engine_config=self.engine_config,
+            )
+            state = RequestState(request, self.tokenizer)
+            self._states[request.request_id] = state
+            self._scheduler.add(request)
+        return state
+
+    def _step(self) -> None:
+        """One turn of the loop."""
+        with self._lock:
+            schedule = self._scheduler.schedule()
+            if schedule is None:
+                return
+            plan = plan_step(schedule, self.engine_config, self._runner.layout)
+            self._runner.dispatch(plan)
+            result = self._runner.read_step()
+            for request in self._scheduler.update(schedule, result):
+                self._states[request.request_id].add_token()
+
+    def _finish_all(self, states: list[RequestState], use_tqdm: bool) -> None:
+        waiting = [state for state in states if not state.is_finished]
+        with tqdm.tqdm(
+            total=len(waiting), disable=not use_tqdm, unit="request", dynamic_ncols=True
+        ) as bar:
+            while waiting:
+                self._step()
+                still = [state for state in waiting if not state.is_finished]
+                if len(still) < len(waiting):
+                    bar.update(len(waiting) - len(still))
+                tokens = sum(state.num_tokens for state in states)
+                elapsed = bar.format_dict["elapsed"]
+                if use_tqdm and elapsed:
+                    bar.set_postfix_str(f"{tokens / elapsed:.1f} tokens/s", False)
+                waiting = still
+
+    def _stream(self, state: RequestState) -> Iterator[RequestOutput]:
+        try:
+            while not state.is_finished:
+                self._step()
+                if state.has_news:
+                    yield state.take_delta()
+        finally:
+            self._drop([state])
+
+    def _drop(self, states: list[RequestState]) -> None:
+        """Forgets requests; one that still runs is ended."""
+        with self._lock:
+            for state in states:
+                if not self._closed:
+                    self._scheduler.abort(state.request.request_id)
+                self._states.pop(state.request.request_id, None)
+
+
+def _as_config(config: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:
+    if isinstance(config, EngineConfig):
+        return config
+    return EngineConfig.from_mapping(config or {})

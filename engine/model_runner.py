@@ -1,0 +1,233 @@
+"""Owns what lives on the device: parameters, KV pools, logits, slots, programs.
+
+All shapes are compiled before the first request; afterwards a missing program is an
+error, never a compile. All device reads go through `read`.
+"""
+
+import concurrent.futures
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from headrace.configs.schema import EngineConfig, ModelConfig
+from headrace.engine import steps
+from headrace.engine.batch import StepPlan
+from headrace.engine.ledger import Ledger, LedgerEntry
+from headrace.engine.packed_layout import PackedLayout
+from headrace.engine.program_store import ProgramStore
+from headrace.engine.schedule import StepResult
+from headrace.engine.slots import empty_slots
+from headrace.layers import kv_cache as kv
+from headrace.layers.inputs import Params
+from headrace.layers.models import build_model
+
+logger = logging.getLogger(__name__)
+
+VARIANTS: tuple[steps.SampleVariant, ...] = ("greedy", "sampled", "full")
+
+ProgramKey = tuple  # ("decode", b), ("prefill", (R, T)), ("sample", variant, b)
+_ROLES = {"decode": "generating", "prefill": "filling", "sample": "sampling"}
+
+
+def program_name(key: ProgramKey) -> str:
+    """The key as the ledger prints it."""
+    kind, *rest = key
+    if kind == "prefill":
+        return f"prefill[{rest[0][0]}x{rest[0][1]}]"
+    return f"{kind}[{', '.join(str(part) for part in rest)}]"
+
+
+def layout_of(config: EngineConfig) -> PackedLayout:
+    """The packed layout that a resolved config asks for."""
+    shapes = config.prefill_shapes
+    assert config.num_slots and config.max_context_len and shapes
+    return PackedLayout(
+        num_slots=config.num_slots,
+        max_rows=max(rows for rows, _ in shapes),
+        max_stop_ids=config.max_stop_ids,
+        pages_per_request=-(-config.max_context_len // config.page_size),
+        max_tokens=max(rows * tokens for rows, tokens in shapes),
+    )
+
+
+class ModelRunner:
+    """Runs planned steps on one device.
+
+    Args:
+      model_config: shapes of the model.
+      config: a resolved engine config, without Nones.
+      params: the parameters, on the device.
+      store: where compiled programs are kept between starts; None keeps nothing.
+      model: stands in for the family's Linen module (for tests).
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        params: Params,
+        *,
+        store: ProgramStore | None = None,
+        model: Any = None,
+    ) -> None:
+        assert config.num_pages and config.kv_dtype and config.param_dtype
+        self.config, self.model_config = config, model_config
+        self.layout = layout_of(config)
+        self.ledger = Ledger()
+        self.params = params
+        self._model = model or build_model(model_config, config.param_dtype)
+        self._store = store
+        self._programs: dict[ProgramKey, Any] = {}
+        self._pending: steps.StepOutput | None = None
+        self.kv_cache = kv.allocate(
+            model_config,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            dtype=config.kv_dtype,
+        )
+        rows = self.layout.num_slots
+        self.logits_BQV = jnp.zeros((rows, 1, model_config.vocab_size), jnp.float32)
+        self.slots = empty_slots(self.layout)
+
+    def program_keys(self) -> list[ProgramKey]:
+        """Every program of this engine, in the order of the ledger."""
+        buckets = self.config.decode_batch_sizes or ()
+        shapes = self.config.prefill_shapes or ()
+        return [
+            *(("decode", bucket) for bucket in buckets),
+            *(("prefill", shape) for shape in shapes),
+            *(("sample", variant, b) for variant in VARIANTS for b in buckets),
+        ]
+
+    def compile_all(self) -> None:
+        """Loads every program from the store, or compiles it, in threads."""
+        stored = (self._store.load_facts() if self._store else None) or {}
+        keys = self.program_keys()
+        threads = self.config.compile_threads
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            entries = pool.map(lambda key: self._build(key, stored), keys)
+            for entry in entries:
+                self.ledger.add(entry)
+                logger.info("%s: %s in %.2f s", entry.name, entry.source, entry.seconds)
+
+    def memory_facts(self) -> dict[str, list[int]]:
+        """Temporary and aliased bytes per program, to be stored with them."""
+        return {e.name: [e.temp_bytes, e.alias_bytes] for e in self._entries()}
+
+    def _entries(self) -> list[LedgerEntry]:
+        return list(self.ledger.entries.values())
+
+    def _build(self, key: ProgramKey, stored: dict[str, Any]) -> LedgerEntry:
+        start, name = time.perf_counter(), program_name(key)
+        function, args, donated, out = self._describe(key)
+        in_tree = jax.tree.structure((args, {}))
+        memory = stored.get("memory", {}).get(name)
+        program = None
+        if self._store and memory:
+            program = self._store.load(name, in_tree, jax.tree.structure(out))
+        source = "stored" if program is not None else "compiled"
+        if program is None:
+            program = jax.jit(function, donate_argnums=donated).lower(*args).compile()
+            sizes = program.memory_analysis()
+            memory = [sizes.temp_size_in_bytes, sizes.alias_size_in_bytes]
+            if self._store:
+                self._store.save(name, program)
+        self._programs[key] = program
+        assert memory is not None
+        return LedgerEntry(
+            name=name,
+            role=_ROLES[key[0]],
+            source=source,
+            seconds=time.perf_counter() - start,
+            temp_bytes=memory[0],
+            alias_bytes=memory[1],
+        )
+
+    def _describe(
+        self, key: ProgramKey
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any]:
+        """A program's function, arguments, donated positions and result structure."""
+        packed = jax.ShapeDtypeStruct((self.layout.size,), jnp.int32)
+        if key[0] == "sample":
+            _, variant, bucket = key
+            function: Callable[..., Any] = functools.partial(
+                steps.sample,
+                layout=self.layout,
+                bucket=bucket,
+                variant=variant,
+                num_top=self.config.max_logprobs,
+            )
+            args: tuple[Any, ...] = (self.slots, self.logits_BQV, packed)
+            return function, args, (0,), jax.eval_shape(function, *args)
+        common = {"model": self._model, "layout": self.layout}
+        if key[0] == "decode":
+            function = functools.partial(steps.decode_forward, bucket=key[1], **common)
+        else:
+            function = functools.partial(steps.prefill_forward, shape=key[1], **common)
+        args = (self.params, self.kv_cache, self.logits_BQV, self.slots, packed)
+        return function, args, (1, 2), (self.kv_cache, self.logits_BQV)
+
+    def program(self, key: ProgramKey) -> Any:
+        """A compiled program.
+
+        Raises:
+          RuntimeError: it was not compiled at start; serving never compiles.
+        """
+        if key not in self._programs:
+            raise RuntimeError(
+                f"no program {program_name(key)}; compiled at start: "
+                f"{[program_name(k) for k in self._programs]}"
+            )
+        return self._programs[key]
+
+    def forward(self, key: ProgramKey, packed: jax.Array) -> None:
+        """Dispatches one decode or prefill call."""
+        self.kv_cache, self.logits_BQV = self.program(key)(
+            self.params, self.kv_cache, self.logits_BQV, self.slots, packed
+        )
+
+    def sample(self, key: ProgramKey, packed: jax.Array) -> steps.StepOutput:
+        """Dispatches one sample call; the slot state moves on."""
+        self.slots, output = self.program(key)(self.slots, self.logits_BQV, packed)
+        return output
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Dispatches a whole step; `read_step` gives its result."""
+        packed = jnp.asarray(plan.packed)
+        if plan.decode_bucket is not None:
+            self.forward(("decode", plan.decode_bucket), packed)
+        if plan.prefill_shape is not None:
+            self.forward(("prefill", plan.prefill_shape), packed)
+        key = ("sample", plan.variant, plan.sample_bucket)
+        self._pending = self.sample(key, packed)
+
+    def read_step(self) -> StepResult:
+        """Waits for the dispatched step and brings its tokens to the host."""
+        assert self._pending is not None
+        output = self.read(self._pending)
+        self._pending = None
+        return StepResult(
+            token_ids=output.token_B,
+            finish_codes=output.finish_B,
+            logprob=output.logprob_B,
+            rank=output.rank_B,
+            top_ids=output.top_ids_BJ,
+            top_logprobs=output.top_logprobs_BJ,
+        )
+
+    def read(self, arrays: Any) -> Any:
+        """The one place where device memory comes to the host, as numpy."""
+        return jax.tree.map(np.asarray, jax.device_get(arrays))
+
+    def close(self) -> None:
+        """Frees the device memory that this runner holds."""
+        self._programs.clear()
+        for leaf in jax.tree.leaves((self.kv_cache, self.logits_BQV, self.slots)):
+            leaf.delete()
+        self.params = {}

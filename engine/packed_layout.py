@@ -1,0 +1,95 @@
+"""Where each field of a step's one packed int32 array lies.
+
+The host sends one array a step: what changed in the slots, and the prefill call's
+rows and tokens. The batch file writes it with numpy, the steps read it under jit, and
+both take their slices from here. Floats and unsigned words travel as their bits.
+
+    [0, 1)                 1 if the slots decode in this step
+    [1, 1 + B)             source: new slot i takes the row of old slot source[i]
+    [1 + B, 1 + 2B)        released: 1 where the host ends the slot's request
+    then per prefill row   slot, start, length, is_last, max_tokens, seed (2 words),
+                           temperature, top_k, top_p, stop ids [S], page table [M]
+    then                   prefill tokens, row-major
+"""
+
+import dataclasses
+from typing import Any
+
+ROW_FIELDS = (
+    "slot", "start", "length", "is_last", "max_tokens", "seed_low", "seed_high",
+    "temperature", "top_k", "top_p",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedLayout:
+    """Sizes that fix the array: one layout for all programs of an engine.
+
+    Attributes:
+      num_slots: B.
+      max_rows: prefill rows of the widest prefill shape.
+      max_stop_ids: stop ids a row can carry.
+      pages_per_request: M.
+      max_tokens: prefill tokens of the largest prefill shape, rows times tokens.
+    """
+
+    num_slots: int
+    max_rows: int
+    max_stop_ids: int
+    pages_per_request: int
+    max_tokens: int
+
+    @property
+    def row_size(self) -> int:
+        """Words of one prefill row."""
+        return len(ROW_FIELDS) + self.max_stop_ids + self.pages_per_request
+
+    @property
+    def rows_start(self) -> int:
+        """First word of the prefill rows."""
+        return 1 + 2 * self.num_slots
+
+    @property
+    def tokens_start(self) -> int:
+        """First word of the prefill tokens."""
+        return self.rows_start + self.max_rows * self.row_size
+
+    @property
+    def size(self) -> int:
+        """Words of the whole array."""
+        return self.tokens_start + self.max_tokens
+
+    def does_decode(self, packed: Any) -> Any:
+        """The flag, a scalar."""
+        return packed[0]
+
+    def source(self, packed: Any) -> Any:
+        """[B] old slot of each new slot."""
+        return packed[1 : 1 + self.num_slots]
+
+    def released(self, packed: Any) -> Any:
+        """[B] 1 where a slot is given up."""
+        return packed[1 + self.num_slots : self.rows_start]
+
+    def rows(self, packed: Any) -> Any:
+        """[R, row_size] prefill rows."""
+        flat = packed[self.rows_start : self.tokens_start]
+        return flat.reshape(self.max_rows, self.row_size)
+
+    def field(self, rows: Any, name: str) -> Any:
+        """[R] one scalar field of the rows."""
+        return rows[:, ROW_FIELDS.index(name)]
+
+    def stop_ids(self, rows: Any) -> Any:
+        """[R, S] stop ids, -1 where unused."""
+        start = len(ROW_FIELDS)
+        return rows[:, start : start + self.max_stop_ids]
+
+    def page_table(self, rows: Any) -> Any:
+        """[R, M] page ids, 0 where unused."""
+        return rows[:, len(ROW_FIELDS) + self.max_stop_ids :]
+
+    def tokens(self, packed: Any, rows: int, tokens: int) -> Any:
+        """[rows, tokens] prefill tokens of a call of that shape."""
+        flat = packed[self.tokens_start : self.tokens_start + rows * tokens]
+        return flat.reshape(rows, tokens)

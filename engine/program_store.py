@@ -1,0 +1,134 @@
+"""Serialized executables and the probe's verdict, kept from one start to the next.
+
+Lowering alone costs about a second a program, so a warm start loads machine code and
+traces nothing. What is stored is trusted code: the folder is private, every file
+lands by atomic rename and is checked by hash before it is loaded.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+from headrace.checkpoints.cache_dir import atomic_write
+from headrace.configs.schema import EngineConfig, ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Every file that a traced program passes through.
+_CODE = (
+    "layers/**/*.py",
+    "pallas_kernels/**/*.py",
+    "engine/packed_layout.py",
+    "engine/sampler.py",
+    "engine/slots.py",
+    "engine/steps.py",
+    "engine/warmup.py",
+)
+
+
+def program_key(model_config: ModelConfig, engine_config: EngineConfig) -> str:
+    """Names everything that a compiled program depends on, as a hash.
+
+    Configs, versions, device, processor, threads, compiler flags and our own code.
+    """
+    device = jax.devices()[0]
+    facts = {
+        "model": model_config.to_mapping(),
+        "engine": engine_config.to_mapping(),
+        "versions": [jax.__version__, jaxlib.__version__, platform.python_version()],
+        "device": [device.platform, device.device_kind, jax.device_count()],
+        "processor": _processor(),
+        "threads": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "precision": str(jax.config.jax_default_matmul_precision),
+        "code": _code_hash(),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """Model and features of the CPU: stored code may use any of them."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = [x for x in lines if x.startswith(("model name", "flags", "Features"))]
+    return hashlib.sha256("\n".join(sorted(set(wanted))).encode()).hexdigest()
+
+
+def _code_hash() -> str:
+    digest = hashlib.sha256()
+    for pattern in _CODE:
+        for path in sorted(_ROOT.glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+class ProgramStore:
+    """The programs of one key, in one folder."""
+
+    def __init__(self, folder: str | os.PathLike[str], key: str) -> None:
+        self._folder = pathlib.Path(folder) / key
+
+    def load(self, name: str, in_tree: Any, out_tree: Any) -> Any | None:
+        """The program of that name, ready to call; None where it must be compiled."""
+        blob = self._read(f"{_file_name(name)}.xla")
+        if blob is None:
+            return None
+        try:
+            return serialize_executable.deserialize_and_load(blob, in_tree, out_tree)
+        except Exception as error:  # noqa: BLE001 - any failure means: compile anew
+            logger.warning("stored program %s does not load: %s", name, error)
+            return None
+
+    def save(self, name: str, compiled: Any) -> None:
+        """Stores a compiled program; a device that cannot serialize stores none."""
+        try:
+            blob, _, _ = serialize_executable.serialize(compiled)
+        except (ValueError, NotImplementedError) as error:
+            logger.info("program %s cannot be stored: %s", name, error)
+            return
+        self._write(f"{_file_name(name)}.xla", blob)
+
+    def load_facts(self) -> dict[str, Any] | None:
+        """What `save_facts` stored, or None."""
+        blob = self._read("facts.json")
+        return None if blob is None else json.loads(blob)
+
+    def save_facts(self, facts: dict[str, Any]) -> None:
+        """Stores JSON beside the programs: the verdict and the memory figures."""
+        self._write("facts.json", json.dumps(facts).encode())
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            blob = (self._folder / name).read_bytes()
+        except OSError:
+            return None
+        digest, body = blob[:32], blob[32:]
+        if hashlib.sha256(body).digest() != digest:
+            logger.warning("stored file %s is damaged; it is made anew", name)
+            return None
+        return body
+
+    def _write(self, name: str, body: bytes) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with atomic_write(self._folder / name) as file:
+                file.write(hashlib.sha256(body).digest() + body)
+        except OSError as error:
+            logger.warning("cannot store %s: %s", name, error)
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name).strip("_")

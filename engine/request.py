@@ -1,0 +1,190 @@
+"""One request on its way through the engine. Host side, no jax, no text.
+
+All of a request's limits are checked here, before it reaches the scheduler, which
+owns and changes it from then on; others only read it.
+"""
+
+import dataclasses
+import enum
+import operator
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from headrace.configs.schema import EngineConfig, ModelConfig
+from headrace.engine.outputs import FinishReason
+from headrace.engine.sampling_params import SamplingParams
+
+# Token id to (log-probability, rank), the sampled token first.
+TokenLogprobs = dict[int, tuple[float, int | None]]
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is. It only moves forward."""
+
+    WAITING = "waiting"  # in the queue: no slot, no pages
+    PREFILLING = "prefilling"  # part of its prompt was not dispatched yet
+    DECODING = "decoding"  # all of its prompt was
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(eq=False, kw_only=True, slots=True)
+class Request:
+    """A checked request and its progress; owned by the scheduler.
+
+    Attributes:
+      max_tokens, seed, stop_ids: resolved from `params` and the model.
+      arrival_s, first_token_s, finished_s: seconds of the engine's clock.
+      slot: row of the decode batch while it runs; the last one afterwards.
+      pages: KV pages that it holds, in order of position.
+      num_prefilled: prompt tokens dispatched to the device.
+      num_dispatched: output tokens asked of the device, those not yet read included.
+      output_token_ids: what the host has read.
+      output_logprobs, cumulative_logprob: filled if `params.logprobs` is set.
+      stop_reason: the id of `params.stop_token_ids` that ended it.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    stop_ids: tuple[int, ...] = ()
+    prompt: str | None = None
+    arrival_s: float = 0.0
+    status: RequestStatus = RequestStatus.WAITING
+    slot: int | None = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    num_prefilled: int = 0
+    num_dispatched: int = 0
+    output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    output_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens it can ever hold, prompt and output together."""
+        return self.prompt_len + self.max_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """No further token will come."""
+        return self.status is RequestStatus.FINISHED
+
+
+def make_request(
+    request_id: str,
+    prompt_token_ids: Iterable[Any],
+    params: SamplingParams,
+    *,
+    prompt: str | None = None,
+    model_config: ModelConfig,
+    engine_config: EngineConfig,
+    arrival_s: float | None = None,
+) -> Request:
+    """Checks a request against the model and the engine, and resolves its defaults.
+
+    Args:
+      request_id: unique among live requests.
+      prompt_token_ids: whole numbers in [0, vocab_size); numpy's are welcome.
+      params: the user's.
+      prompt: text behind the ids; carried for the output only.
+      model_config: gives vocabulary and stop ids.
+      engine_config: resolved; gives the limits.
+      arrival_s: seconds of the engine's clock; None is now, by `time.perf_counter`.
+
+    Raises:
+      ValueError: an empty prompt, an id out of the vocabulary, more tokens than the
+        context or the page pool holds, or more stop ids or log-probabilities than
+        the engine was built for.
+    """
+    ids = _checked_ids("prompt_token_ids", prompt_token_ids, model_config.vocab_size)
+    if not ids:
+        raise ValueError("the prompt must have at least 1 token, got 0")
+    max_tokens = _resolve_max_tokens(len(ids), params.max_tokens, engine_config)
+    limit = engine_config.max_logprobs
+    if params.logprobs is not None and params.logprobs > limit:
+        raise ValueError(
+            f"logprobs must be at most max_logprobs {limit}, got {params.logprobs}"
+        )
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=ids,
+        params=params,
+        max_tokens=max_tokens,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        stop_ids=_resolve_stop_ids(params, model_config, engine_config.max_stop_ids),
+        prompt=prompt,
+        arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
+    )
+
+
+def _checked_ids(name: str, ids: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
+    """The ids as plain ints in [0, vocab_size)."""
+    checked = []
+    for place, item in enumerate(ids):
+        try:
+            token_id = operator.index(item)
+        except TypeError:
+            token_id = -1
+        if isinstance(item, bool) or not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"{name} must be whole numbers in [0, {vocab_size - 1}], got {item!r} "
+                f"at place {place}"
+            )
+        checked.append(token_id)
+    return tuple(checked)
+
+
+def _resolve_max_tokens(
+    prompt_len: int, max_tokens: int | None, config: EngineConfig
+) -> int:
+    """Most tokens to generate, such that context and pool can hold the request."""
+    assert config.max_context_len is not None and config.num_pages is not None
+    # A pool smaller than the context bounds a request, too; page 0 is the dummy.
+    pool_len = (config.num_pages - 1) * config.page_size
+    limit, reason = min(
+        (config.max_context_len, "max_context_len"),
+        (pool_len, f"all {config.num_pages - 1} pages of {config.page_size}"),
+    )
+    if prompt_len > limit - 1:
+        raise ValueError(
+            f"the prompt must have at most {limit - 1} tokens, to leave room for one "
+            f"of output in {limit} ({reason}), got {prompt_len}"
+        )
+    room = limit - prompt_len
+    if max_tokens is None:
+        return room
+    if max_tokens > room:
+        raise ValueError(
+            f"max_tokens must be at most {room} after {prompt_len} prompt tokens, to "
+            f"stay within {limit} ({reason}), got {max_tokens}"
+        )
+    return max_tokens
+
+
+def _resolve_stop_ids(
+    params: SamplingParams, model_config: ModelConfig, max_stop_ids: int
+) -> tuple[int, ...]:
+    """The model's stop ids (unless ignored), then the user's, without repeats."""
+    user = _checked_ids(
+        "stop_token_ids", params.stop_token_ids, model_config.vocab_size
+    )
+    own = () if params.ignore_eos else model_config.stop_ids
+    stop_ids = tuple(dict.fromkeys((*own, *user)))
+    if len(stop_ids) > max_stop_ids:
+        raise ValueError(
+            f"stop_token_ids and the model's own {len(own)} together must be at most "
+            f"max_stop_ids {max_stop_ids}, got {len(stop_ids)}"
+        )
+    return stop_ids

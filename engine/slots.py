@@ -1,0 +1,106 @@
+"""The slot state: one row per request in decode, kept on the device and donated.
+
+The device itself decides EOS, stop ids and length, so the host uploads only what
+changes. `apply_packed` is pure; `forward` and `sample` both call it, `sample` alone
+returns what it gives.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from headrace.engine.packed_layout import PackedLayout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotState:
+    """Rows of the decode batch.
+
+    Attributes:
+      last_token_B: token sampled last, not yet in the KV pages.
+      position_B: its position.
+      active_B: the slot holds a request that decodes.
+      remaining_B: tokens that it may still sample.
+      stop_ids_BS: ids that end it, -1 where unused.
+      seed_B2: low and high word of the request's seed.
+      temperature_B, top_k_B, top_p_B: sampling parameters; temperature 0 is greedy,
+        top_k 0 and top_p 1 are off.
+      page_table_BM: page ids in order of position, 0 where unused.
+    """
+
+    last_token_B: Int[Array, " B"]
+    position_B: Int[Array, " B"]
+    active_B: Bool[Array, " B"]
+    remaining_B: Int[Array, " B"]
+    stop_ids_BS: Int[Array, "B S"]
+    seed_B2: UInt[Array, "B 2"]
+    temperature_B: Float[Array, " B"]
+    top_k_B: Int[Array, " B"]
+    top_p_B: Float[Array, " B"]
+    page_table_BM: Int[Array, "B M"]
+
+
+def empty_slots(layout: PackedLayout) -> SlotState:
+    """A state without requests."""
+    B, S, M = layout.num_slots, layout.max_stop_ids, layout.pages_per_request
+    return SlotState(
+        last_token_B=jnp.zeros(B, jnp.int32),
+        position_B=jnp.zeros(B, jnp.int32),
+        active_B=jnp.zeros(B, bool),
+        remaining_B=jnp.zeros(B, jnp.int32),
+        stop_ids_BS=jnp.full((B, S), -1, jnp.int32),
+        seed_B2=jnp.zeros((B, 2), jnp.uint32),
+        temperature_B=jnp.zeros(B, jnp.float32),
+        top_k_B=jnp.zeros(B, jnp.int32),
+        top_p_B=jnp.ones(B, jnp.float32),
+        page_table_BM=jnp.zeros((B, M), jnp.int32),
+    )
+
+
+def apply_packed(
+    slots: SlotState, packed: Int[Array, " W"], layout: PackedLayout
+) -> tuple[SlotState, Bool[Array, " B"]]:
+    """Applies a step's changes: moves rows, ends released ones, fills fresh ones.
+
+    A request's row becomes active with the last chunk of its prompt; its position is
+    then that of the last prompt token, so that sampling advances it like any other.
+
+    Returns:
+      The new state, and which rows are fresh: they sample in this step from the
+      logits of their prefill and do not decode.
+    """
+    source_B = layout.source(packed)
+    slots = jax.tree.map(lambda leaf: leaf[source_B], slots)
+    active_B = slots.active_B & (layout.released(packed) == 0)
+    rows = layout.rows(packed)
+
+    def field(name: str) -> Int[Array, " R"]:
+        return layout.field(rows, name)
+
+    def bits(name: str, dtype: jnp.dtype) -> Array:
+        return jax.lax.bitcast_convert_type(field(name), dtype)
+
+    # Rows that are not the last chunk of a prompt are dropped by an index past B.
+    slot_R = jnp.where(field("is_last") == 1, field("slot"), layout.num_slots)
+
+    def put(leaf: Array, rows_R: Array) -> Array:
+        return leaf.at[slot_R].set(rows_R.astype(leaf.dtype), mode="drop")
+
+    seeds = [bits("seed_low", jnp.uint32), bits("seed_high", jnp.uint32)]
+    changed = SlotState(
+        last_token_B=slots.last_token_B,
+        position_B=put(slots.position_B, field("start") + field("length") - 1),
+        active_B=put(active_B, jnp.ones_like(slot_R)),
+        remaining_B=put(slots.remaining_B, field("max_tokens")),
+        stop_ids_BS=put(slots.stop_ids_BS, layout.stop_ids(rows)),
+        seed_B2=put(slots.seed_B2, jnp.stack(seeds, axis=1)),
+        temperature_B=put(slots.temperature_B, bits("temperature", jnp.float32)),
+        top_k_B=put(slots.top_k_B, field("top_k")),
+        top_p_B=put(slots.top_p_B, bits("top_p", jnp.float32)),
+        page_table_BM=put(slots.page_table_BM, layout.page_table(rows)),
+    )
+    fresh_B = put(jnp.zeros(layout.num_slots, bool), jnp.ones_like(slot_R))
+    return changed, fresh_B

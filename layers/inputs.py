@@ -1,0 +1,47 @@
+"""What goes into and comes out of every model: one contract for all families.
+
+T = 1 decodes, T = Q verifies drafts, T = chunk prefills; the model cannot tell and
+need not. Rows are padded by the engine; padded tokens write to page 0.
+"""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float, Int
+
+KVGroup = tuple[Float[Array, "L P K C H"], Float[Array, "L P K C H"]]
+KVCache = tuple[KVGroup, ...]
+Params = dict
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelInputs:
+    """One call's rows.
+
+    Attributes:
+      tokens_BT: token ids, int32.
+      positions_BT: absolute position of each token, int32.
+      query_len_B: valid tokens of the row; those beyond are padding.
+      context_len_B: valid keys of the row once this call has written its own.
+      page_tables: one `[B, M]` int32 table of page ids per KV group.
+      adapter_B: LoRA adapter per row (reserved).
+      tree_mask_BT: ancestor bits of a draft tree (reserved).
+    """
+
+    tokens_BT: Int[Array, "B T"]
+    positions_BT: Int[Array, "B T"]
+    query_len_B: Int[Array, " B"]
+    context_len_B: Int[Array, " B"]
+    page_tables: tuple[Int[Array, "B M"], ...]
+    adapter_B: Int[Array, " B"] | None = None
+    tree_mask_BT: Int[Array, "B T"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOutput:
+    """Final hidden states (normed) and, for draft heads, those of inner layers."""
+
+    hidden_BTD: Float[Array, "B T D"]
+    aux_hidden: tuple[Float[Array, "B T D"], ...] = ()

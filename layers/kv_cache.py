@@ -1,0 +1,76 @@
+"""The paged KV cache as a pytree: allocation, sizes, and the write in place.
+
+A cache is a tuple over KV groups (layers with the same window, K and H), each one
+pair of pools `[L_g, P_g, K, C, H]`. Page 0 of a pool is the dummy that padding
+writes to. Which request owns which page is the host's business, not this file's.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from headrace.configs.schema import ModelConfig
+from headrace.layers.inputs import KVCache, KVGroup
+
+
+def layer_slots(config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Static map: layer -> (KV group, index within the group)."""
+    return tuple((0, layer) for layer in range(config.num_layers))
+
+
+def cache_shapes(
+    config: ModelConfig, *, num_pages: int, page_size: int, dtype: str
+) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct], ...]:
+    """Shapes of the pools, one pair per KV group."""
+    pool = jax.ShapeDtypeStruct(
+        (
+            config.num_layers,
+            num_pages,
+            config.num_kv_heads,
+            page_size,
+            config.head_dim,
+        ),
+        jnp.dtype(dtype),
+    )
+    return ((pool, pool),)
+
+
+def allocate(
+    config: ModelConfig, *, num_pages: int, page_size: int, dtype: str
+) -> KVCache:
+    """Zeroed pools; two buffers per KV group, donated to every step."""
+    shapes = cache_shapes(config, num_pages=num_pages, page_size=page_size, dtype=dtype)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def write_places(
+    positions_BT: Int[Array, "B T"],
+    query_len_B: Int[Array, " B"],
+    page_table_BM: Int[Array, "B M"],
+    page_size: int,
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Page id and offset where each token's key and value go.
+
+    Tokens at or beyond `query_len` go to page 0. Example with C = 16: position 18
+    of a row with table [7, 4, 0] goes to page 4, offset 2.
+    """
+    rows, tokens = positions_BT.shape
+    index_BT = jnp.clip(positions_BT // page_size, 0, page_table_BM.shape[1] - 1)
+    page_BT = jnp.take_along_axis(page_table_BM, index_BT, axis=1)
+    valid_BT = jnp.arange(tokens)[None, :] < query_len_B[:, None]
+    return jnp.where(valid_BT, page_BT, 0), positions_BT % page_size
+
+
+def write(
+    group: KVGroup,
+    layer: int,
+    places: tuple[Int[Array, "B T"], Int[Array, "B T"]],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+) -> KVGroup:
+    """Writes one layer's keys and values into their pages, in place when donated."""
+    page_BT, offset_BT = places
+    k_pages, v_pages = group
+    k_pages = k_pages.at[layer, page_BT, :, offset_BT].set(k_BTKH.astype(k_pages.dtype))
+    v_pages = v_pages.at[layer, page_BT, :, offset_BT].set(v_BTKH.astype(v_pages.dtype))
+    return k_pages, v_pages

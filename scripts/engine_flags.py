@@ -1,0 +1,124 @@
+"""The flags that say which engine to build, shared by the scripts, and its building.
+
+--model=NAME                published weights
+--config=NAME               random weights of configs/NAME.py: ids in, ids out
+--model=NAME --config=NAME  published weights, engine settings of configs/NAME.py
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+
+from headrace.configs import config_names, load_config, parse_config
+from headrace.configs.schema import EngineConfig, ModelConfig
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+# Of a config and a checkpoint that are used together, these must agree.
+SHAPE_FIELDS = (
+    "family", "num_layers", "model_dim", "ffw_dim", "num_heads", "num_kv_heads",
+    "head_dim", "vocab_size", "tie_embeddings",
+)  # fmt: skip
+
+flags.DEFINE_string(
+    "model",
+    None,
+    "Weights: a registry name, a folder, a .gguf file or a hub id. Default: "
+    f"{DEFAULT_MODEL}, or the random weights of --config.",
+)
+flags.DEFINE_enum(
+    "config",
+    None,
+    config_names(),
+    "Name of a file in configs/. Without --model: random weights of its model.",
+)
+flags.DEFINE_integer(
+    "weights_seed", 0, "Seed of the random weights of --config.", lower_bound=0
+)
+flags.DEFINE_integer("num_slots", None, "Requests that decode together.")
+flags.DEFINE_integer("max_context_len", None, "Longest prompt plus output, tokens.")
+flags.DEFINE_enum(
+    "numerics",
+    None,
+    ["invariant", "fast"],
+    "'invariant' keeps a request's bits free of its company.",
+)
+flags.DEFINE_enum(
+    "policy", None, ["fcfs", "static"], "'static' decodes one batch to its end."
+)
+flags.DEFINE_string("cache_dir", None, "Where weights and compiled programs are kept.")
+
+
+def engine_settings() -> tuple[ModelConfig | None, EngineConfig]:
+    """The flags as a model (None: that of the weights) and an engine config.
+
+    `--num_slots` replaces the decode buckets of `--config` too, since the last of
+    them is the number of slots.
+
+    Raises:
+      ValueError: a value out of its range.
+    """
+    FLAGS = flags.FLAGS
+    model, engine = None, EngineConfig()
+    if FLAGS.config is not None:
+        model, engine = parse_config(load_config(FLAGS.config))
+    changes = {
+        name: FLAGS[name].value
+        for name in ("num_slots", "max_context_len", "numerics", "policy")
+        if FLAGS[name].value is not None
+    }
+    if "num_slots" in changes:
+        changes["decode_batch_sizes"] = None
+    return model, dataclasses.replace(engine, **changes)
+
+
+def build_llm() -> Any:
+    """Builds the engine that the flags ask for.
+
+    Raises:
+      ValueError: an unknown model, a setting out of its range, or weights of another
+        shape than `--config` says.
+    """
+    from headrace import LLM  # jax is imported only once the flags are sound
+
+    FLAGS = flags.FLAGS
+    model, engine = engine_settings()
+    if model is not None and FLAGS.model is None:
+        from headrace.engine.device_facts import device_facts
+        from headrace.engine.sizing import default_dtype
+        from headrace.scripts.synthetic_weights import synthetic_checkpoint
+
+        dtype = engine.param_dtype or default_dtype(device_facts())
+        weights = synthetic_checkpoint(model, seed=FLAGS.weights_seed, dtype=dtype)
+        return LLM.from_checkpoint(weights, config=engine, cache_dir=FLAGS.cache_dir)
+    llm = LLM(FLAGS.model or DEFAULT_MODEL, config=engine, cache_dir=FLAGS.cache_dir)
+    if model is not None:
+        _check_same_shapes(llm.model_config, model)
+    return llm
+
+
+def _check_same_shapes(weights: ModelConfig, config: ModelConfig) -> None:
+    for name in SHAPE_FIELDS:
+        have, said = getattr(weights, name), getattr(config, name)
+        if have != said:
+            raise ValueError(
+                f"--config={flags.FLAGS.config} says {name} {said}, the weights of "
+                f"--model={flags.FLAGS.model} have {have}"
+            )
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Runs a script's body; a refusal becomes one line and exit code 1.
+
+    At `--verbosity=1` the traceback is kept.
+    """
+    try:
+        return run()
+    except (ValueError, NotImplementedError, OSError) as error:
+        if flags.FLAGS.verbosity >= 1:
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
