@@ -1,26 +1,20 @@
 """Resolves what a user calls a model, and loads it.
 
 In this order: a registry name, a .gguf file, a folder (our store, or Hugging Face's
-layout), a hub id. Parameters go to the device one at a time, so that the host never
+layout), a hub id. A path that looks like one (`./x`, `/x`) is never taken for a hub id. Parameters go to the device one at a time, so that the host never
 holds the model twice.
 """
 
 import difflib
 import os
 import pathlib
-from collections.abc import Callable
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+import re
 
 from headrace.checkpoints import registry
 from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
 from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.checkpoints.name_map import assemble
-
-Shardings = Callable[[tuple[str, ...]], Any] | None
+from headrace.checkpoints.shardings import Shardings, placer
 
 __all__ = ["Checkpoint", "load_checkpoint"]
 
@@ -36,8 +30,8 @@ def load_checkpoint(
 
     Args:
       model: see the header of this file.
-      dtype: storage type of the parameters on the device.
-      shardings: parameter path -> sharding; None is the default device.
+      dtype: storage type of the parameters on the device, cast on the host.
+      shardings: see `shardings.Shardings`.
       cache_dir: see `cache_dir.cache_dir`.
 
     Raises:
@@ -45,6 +39,7 @@ def load_checkpoint(
         source; what was tried and what is known is in the message.
     """
     name = os.fspath(model)
+    placer(dtype, shardings)  # refuses a bad dtype before anything is fetched
     folder = default_cache_dir(cache_dir)
     if name in registry.REGISTRY:
         path = registry.fetch(name, folder)
@@ -53,7 +48,10 @@ def load_checkpoint(
     path = pathlib.Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ValueError(f"{path} is a file, but no .gguf file")
+            raise ValueError(
+                f"{path} is a file, but no .gguf file; a folder of safetensors is "
+                f"loaded by the folder's name"
+            )
         return load_gguf(path, dtype=dtype, shardings=shardings)
     if path.is_dir():
         return _load_folder(path, dtype=dtype, shardings=shardings)
@@ -72,7 +70,7 @@ def load_gguf(
     shardings: Shardings = None,
     identity: str | None = None,
 ) -> Checkpoint:
-    """Loads a .gguf file; its identity is the file's hash."""
+    """Loads a .gguf file; its identity is the file's SHA-256."""
     from headrace.checkpoints import gguf_reader, gguf_tokenizer
 
     reader = gguf_reader.open_gguf(path)
@@ -91,32 +89,18 @@ def _load_folder(path: pathlib.Path, *, dtype: str, shardings: Shardings) -> Che
 
     if orbax_store.is_store(path):
         return orbax_store.load_store(path, dtype=dtype, shardings=shardings)
-    return safetensors_reader.load_folder(path, dtype=dtype, shardings=shardings)
-
-
-def placer(
-    dtype: str, shardings: Shardings
-) -> Callable[[tuple[str, ...], np.ndarray], jax.Array]:
-    """Casts an array on the host and puts it on its device or devices."""
-    target = jnp.dtype(dtype)
-
-    def place(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
-        array = np.ascontiguousarray(array.astype(target, copy=False))
-        return jax.device_put(array, shardings(path) if shardings else None)
-
-    return place
+    return safetensors_reader.load_folder(path, placer(dtype, shardings))
 
 
 def _is_hub_id(name: str) -> bool:
-    parts = name.split("/")
-    return len(parts) == 2 and all(parts) and not name.startswith((".", "~"))
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None
 
 
 def _unknown(name: str) -> str:
     known = sorted(registry.REGISTRY)
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(name.lower(), known, 1)
+    hint = f", did you mean {near[0]!r}?" if near else ":"
     return (
-        f"no model {name!r}{hint} It is no registry name (known: {known}), no file or "
+        f"no model {name!r}{hint} it is no registry name (known: {known}), no file or "
         f"folder here, and no hub id of the form 'owner/name'"
     )

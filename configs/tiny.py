@@ -26,8 +26,8 @@ def get_config() -> ml_collections.ConfigDict:
         "max_context_len": 512,
         "page_size": 16,
         "num_pages": 257,
-        "num_slots": 16,
-        "decode_batch_sizes": (8, 16),
+        "num_slots": 12,
+        "decode_batch_sizes": (8, 12),
         "prefill_shapes": ((1, 32), (1, 128)),
     }
     return config

@@ -68,7 +68,8 @@ class Detokenizer:
         before = self._decode(self._window[: self._num_context])
         now = self._decode(self._window)
         if len(now) <= len(before) or (now.endswith(_UNFINISHED) and not is_final):
-            self._next_try = len(self._window) * 9 // 8 + 1
+            num_new = len(self._window) - self._num_context
+            self._next_try = self._num_context + num_new * 9 // 8 + 1
             return ""
         self._window = self._window[self._num_context :]
         self._num_context = len(self._window)

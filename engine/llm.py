@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tqdm
@@ -31,6 +31,7 @@ from headrace.engine.request import make_request
 from headrace.engine.request_state import RequestState, error_output
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.stream import Stream
 from headrace.engine.tokenizer import HFTokenizer, Tokenizer
 from headrace.engine.warmup import warm_up
 
@@ -154,7 +155,7 @@ class LLM:
         try:
             self._finish_all(running, use_tqdm)
         finally:
-            self._drop(running)
+            self._drop(*running)
         return [s.output() if isinstance(s, RequestState) else s for s in states]
 
     def chat(
@@ -172,7 +173,7 @@ class LLM:
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Stream:
         """Yields a prompt's output piece by piece.
 
         Each output holds the text and tokens since the one before; the last has
@@ -185,11 +186,11 @@ class LLM:
         state = self._submit(
             prompts.as_prompt(prompt), sampling_params or SamplingParams()
         )
-        return self._stream(state)
+        return Stream(state, self._step, self._drop)
 
     def stream_chat(
         self, messages: Any, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Stream:
         """Like `stream`, for one conversation."""
         (conversation,) = prompts.as_conversations(messages)
         return self.stream(self._chat_prompt(conversation, True), sampling_params)
@@ -275,16 +276,7 @@ class LLM:
                     bar.set_postfix_str(f"{tokens / elapsed:.1f} tokens/s", False)
                 waiting = still
 
-    def _stream(self, state: RequestState) -> Iterator[RequestOutput]:
-        try:
-            while not state.is_finished:
-                self._step()
-                if state.has_news:
-                    yield state.take_delta()
-        finally:
-            self._drop([state])
-
-    def _drop(self, states: list[RequestState]) -> None:
+    def _drop(self, *states: RequestState) -> None:
         """Forgets requests; one that still runs is ended."""
         with self._lock:
             for state in states:

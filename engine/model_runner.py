@@ -135,6 +135,7 @@ class ModelRunner:
         if program is None:
             program = jax.jit(function, donate_argnums=donated).lower(*args).compile()
             sizes = program.memory_analysis()
+            assert sizes is not None
             memory = [sizes.temp_size_in_bytes, sizes.alias_size_in_bytes]
             if self._store:
                 self._store.save(name, program)

@@ -6,6 +6,8 @@ vocabulary is never sorted: top-k and top-p find their thresholds by bisection o
 the ordered bit patterns of the logits, 32 passes, exact.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
@@ -46,7 +48,9 @@ def _ordered_bits(x: Float[Array, "*X"]) -> Int[Array, "*X"]:
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _bisect(holds, key_BV: Int[Array, "B V"]) -> Int[Array, "B 1"]:
+def _bisect(
+    holds: Callable[[Bool[Array, "B V"]], Bool[Array, "B 1"]], key_BV: Int[Array, "B V"]
+) -> Int[Array, "B 1"]:
     """Largest t per row with holds(key >= t); holds is true for the smallest t."""
 
     def halve(_: Int[Array, ""], bounds: tuple) -> tuple:

@@ -252,9 +252,10 @@ class Scheduler:
         )
 
     def _compact(self) -> tuple[int, ...] | None:
-        """Moves requests down where that saves a decode bucket; None: nothing moved."""
-        if self._is_static:
-            return None
+        """Moves requests down where that saves a decode bucket; None: nothing moved.
+
+        Static batches have no holes to move into: they keep their slots to the end.
+        """
         is_taken = [holder is not None for holder in self._slots]
         swaps = plan_swaps(is_taken, self._decode_batch_sizes)
         if not swaps:

@@ -6,6 +6,7 @@ returns what it gives.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ def apply_packed(
     def field(name: str) -> Int[Array, " R"]:
         return layout.field(rows, name)
 
-    def bits(name: str, dtype: jnp.dtype) -> Array:
+    def bits(name: str, dtype: Any) -> Array:
         return jax.lax.bitcast_convert_type(field(name), dtype)
 
     # Rows that are not the last chunk of a prompt are dropped by an index past B.

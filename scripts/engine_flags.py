@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -85,11 +86,14 @@ def build_llm() -> Any:
     from headrace import LLM  # jax is imported only once the flags are sound
 
     FLAGS = flags.FLAGS
+    # At --verbosity=1 their debug lines would bury ours.
+    for name in ("jax", "orbax", "absl"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     model, engine = engine_settings()
     if model is not None and FLAGS.model is None:
+        from headrace.checkpoints.synthetic import synthetic_checkpoint
         from headrace.engine.device_facts import device_facts
         from headrace.engine.sizing import default_dtype
-        from headrace.scripts.synthetic_weights import synthetic_checkpoint
 
         dtype = engine.param_dtype or default_dtype(device_facts())
         weights = synthetic_checkpoint(model, seed=FLAGS.weights_seed, dtype=dtype)

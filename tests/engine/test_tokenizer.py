@@ -5,6 +5,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from headrace.checkpoints.tokenizer_spec import TokenizerSpec
+from headrace.engine import chat_template
 from headrace.engine.tokenizer import HFTokenizer
 
 
@@ -98,3 +99,17 @@ def test_byte_tokens_are_known_where_the_decoder_falls_back_to_bytes():
     fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = HFTokenizer(TokenizerSpec(tokenizer_json=fast.to_str()))
     assert tokenizer.byte_token_ids == {2, 3}
+
+
+@pytest.mark.real_model
+def test_rendered_chat_becomes_the_ids_that_the_real_model_was_trained_on(
+    smollm2_tokenizer,
+):
+    text = chat_template.render(
+        smollm2_tokenizer.chat_template, [{"role": "user", "content": "Hi"}]
+    )
+    ids = smollm2_tokenizer.encode(text, add_bos=False)
+    assert smollm2_tokenizer.decode(ids, skip_special_tokens=False) == text
+    # <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
+    assert ids[:4] == [1, 9690, 198, 2683]
+    assert ids[-10:] == [1, 4093, 198, 26843, 2, 198, 1, 520, 9531, 198]

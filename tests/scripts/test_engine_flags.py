@@ -4,6 +4,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
+from headrace.checkpoints.synthetic import synthetic_checkpoint
 from headrace.configs import config_names, load_config, parse_config
 from headrace.scripts import engine_flags
 
@@ -67,3 +68,19 @@ def test_weights_of_another_shape_than_the_config_are_refused(monkeypatch):
             engine_flags.build_llm()
         flags.FLAGS(["script", "--model=some.gguf", "--config=tiny"])
         assert engine_flags.build_llm().model_config == tiny
+
+
+def test_config_alone_gives_random_weights_of_its_model(monkeypatch):
+    class Fake:
+        @staticmethod
+        def from_checkpoint(checkpoint, *, config, cache_dir):
+            return checkpoint, config, cache_dir
+
+    monkeypatch.setattr("headrace.LLM", Fake, raising=False)
+    with flagsaver.flagsaver():
+        flags.FLAGS(["script", "--config=tiny", "--weights_seed=5", "--cache_dir=/c"])
+        checkpoint, engine, cache_dir = engine_flags.build_llm()
+    tiny, tiny_engine = parse_config(load_config("tiny"))
+    assert (engine, cache_dir) == (tiny_engine, "/c")
+    assert checkpoint.tokenizer is None
+    assert checkpoint.identity == synthetic_checkpoint(tiny, seed=5).identity

@@ -1,0 +1,156 @@
+"""Our own folder format: arrays through Orbax, everything else as JSON beside them.
+
+`headrace.json` is written last and lists the SHA-256 of every other file; loading
+checks them all, so a damaged, edited or half-written store is refused. Arrays are
+restored straight into their shardings.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from headrace.checkpoints.cache_dir import atomic_folder
+from headrace.checkpoints.checkpoint import Checkpoint
+from headrace.checkpoints.hf_config import read_json
+from headrace.checkpoints.registry import file_sha256
+from headrace.checkpoints.shardings import Shardings, sharding_of
+from headrace.checkpoints.tokenizer_spec import TokenizerSpec
+from headrace.configs.schema import ModelConfig
+from headrace.layers.models import param_shapes
+
+MANIFEST = "headrace.json"
+_CONFIG, _TOKENIZER, _PARAMS = "model_config.json", "tokenizer_spec.json", "params"
+_FORMAT = 1
+
+
+def is_store(path: pathlib.Path) -> bool:
+    """Whether a folder is, or was meant to become, a store."""
+    return (path / MANIFEST).exists() or (path / _PARAMS).is_dir()
+
+
+def save_store(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
+    """Writes a checkpoint as a new folder that appears whole or not at all.
+
+    Its identity is derived from the checkpoint's and the storage type, since storing
+    in fewer bits makes another model.
+
+    Raises:
+      ValueError: the folder exists already.
+    """
+    dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(checkpoint.params)})
+    identity = f"{checkpoint.identity}:{','.join(dtypes)}"
+    with atomic_folder(path) as folder:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / _PARAMS, checkpoint.params)
+            checkpointer.wait_until_finished()
+        _write_json(folder / _CONFIG, checkpoint.config.to_mapping())
+        if checkpoint.tokenizer is not None:
+            spec = dataclasses.asdict(checkpoint.tokenizer)
+            _write_json(folder / _TOKENIZER, spec)
+        manifest = {
+            "format": _FORMAT,
+            "identity": hashlib.sha256(identity.encode()).hexdigest(),
+            "sha256": _hashes(folder),
+        }
+        _write_json(folder / MANIFEST, manifest)
+
+
+def load_store(
+    path: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    shardings: Shardings = None,
+) -> Checkpoint:
+    """Loads a store after checking every file of it.
+
+    Args:
+      path: folder that `save_store` wrote.
+      dtype: storage type on the device.
+      shardings: see `shardings.Shardings`.
+
+    Raises:
+      ValueError: the store is half-written, damaged, edited or of a newer format.
+    """
+    folder = pathlib.Path(path).absolute()
+    if not (folder / MANIFEST).exists():
+        raise ValueError(f"{folder} is half-written: it has no {MANIFEST}")
+    manifest = read_json(folder / MANIFEST)
+    _check(folder, manifest)
+    config = ModelConfig.from_mapping(read_json(folder / _CONFIG))
+    return Checkpoint(
+        config=config,
+        params=_restore(folder, config, dtype, shardings),
+        tokenizer=_tokenizer(folder),
+        identity=manifest["identity"],
+    )
+
+
+def _restore(
+    folder: pathlib.Path, config: ModelConfig, dtype: str, shardings: Shardings
+) -> dict:
+    def target(path: tuple[Any, ...], shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        keys = tuple(key.key for key in path)
+        sharding = sharding_of(shardings, keys)
+        if sharding is None:
+            sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    targets = jax.tree_util.tree_map_with_path(
+        target, param_shapes(config), is_leaf=lambda node: isinstance(node, tuple)
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            return checkpointer.restore(folder / _PARAMS, targets)
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"{folder} does not hold the arrays that its {_CONFIG} says: {error}"
+            ) from error
+
+
+def _tokenizer(folder: pathlib.Path) -> TokenizerSpec | None:
+    path = folder / _TOKENIZER
+    return TokenizerSpec(**read_json(path)) if path.exists() else None
+
+
+def _check(folder: pathlib.Path, manifest: dict) -> None:
+    if manifest.get("format") != _FORMAT:
+        raise ValueError(
+            f"{folder} has format {manifest.get('format')!r}; known: [{_FORMAT}]"
+        )
+    listed, present = manifest.get("sha256", {}), _hashes(folder)
+    for name in sorted(listed.keys() | present.keys()):
+        if name not in present:
+            raise ValueError(f"{folder} lacks the file {name}")
+        if name not in listed:
+            raise ValueError(f"{folder} has the file {name}, unknown to {MANIFEST}")
+        if listed[name] != present[name]:
+            raise ValueError(
+                f"{folder / name} is damaged or was edited: sha256 {present[name]}, "
+                f"{MANIFEST} says {listed[name]}"
+            )
+
+
+def _hashes(folder: pathlib.Path) -> dict[str, str]:
+    """SHA-256 of every file but the manifest, by path within the folder."""
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and path != folder / MANIFEST
+    )
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        return dict(zip(names, pool.map(lambda n: file_sha256(folder / n), names)))
+
+
+def _write_json(path: pathlib.Path, content: dict) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())

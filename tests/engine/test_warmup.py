@@ -1,0 +1,102 @@
+"""The bit-class probe: it finds what it must find, and the engine acts on it."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from headrace.configs import load_config, parse_config
+from headrace.engine.model_runner import ModelRunner
+from headrace.engine.warmup import warm_up
+from headrace.layers.inputs import ModelOutput
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementwiseModel:
+    """A model without sums: the same bits in every shape, on every machine.
+
+    `odd_rows` and `odd_tokens` plant a layer that rounds differently at one decode
+    batch size or chunk length; `mixes_rows` one that reads its neighbours.
+    """
+
+    odd_rows: int = 0
+    odd_tokens: int = 0
+    mixes_rows: bool = False
+
+    def apply(self, variables, *args, method=None):
+        if method == "logits":
+            (hidden,) = args
+            vocab = jnp.arange(variables["params"]["embedding"].shape[0])
+            return hidden[..., vocab % hidden.shape[-1]] * (1 + vocab % 7)
+        kv_cache, inputs = args
+        hidden = variables["params"]["embedding"][inputs.tokens_BT]
+        rows, tokens = inputs.tokens_BT.shape
+        if (tokens == 1 and rows == self.odd_rows) or tokens == self.odd_tokens:
+            hidden = hidden * (1 + 1e-6)
+        if self.mixes_rows and tokens == 1:
+            hidden = hidden + 1e-3 * hidden.mean(axis=0, keepdims=True)
+        return ModelOutput(hidden_BTD=hidden), kv_cache
+
+
+def _runner(tiny_checkpoint, numerics="invariant", **odd):
+    model_config, config = parse_config(load_config("tiny"))
+    config = dataclasses.replace(
+        config, param_dtype="float32", kv_dtype="float32", numerics=numerics,
+        num_slots=16, decode_batch_sizes=(8, 12, 16),
+        prefill_shapes=((1, 16), (1, 32), (2, 64)),
+    )  # fmt: skip
+    runner = ModelRunner(
+        model_config, config, tiny_checkpoint.params, model=ElementwiseModel(**odd)
+    )
+    runner.compile_all()
+    return runner
+
+
+def test_a_sound_model_has_one_class_per_role(tiny_checkpoint):
+    runner = _runner(tiny_checkpoint)
+    config = warm_up(runner, None)
+    assert config.decode_batch_sizes == (8, 12, 16)
+    assert config.prefill_shapes == ((1, 16), (1, 32), (2, 64))
+    assert "all 3 programs in one bit class" in runner.ledger.verdict["generating"]
+    assert not runner.read(runner.slots.active_B).any()
+
+
+def test_a_bucket_that_rounds_differently_is_found_and_kept_out(tiny_checkpoint):
+    runner = _runner(tiny_checkpoint, odd_rows=12)
+    config = warm_up(runner, None)
+    assert config.decode_batch_sizes == (8, 16)
+    assert "2 bit classes" in runner.ledger.verdict["generating"]
+    entries = runner.ledger.entries
+    assert not entries["decode[12]"].used and entries["decode[8]"].used
+    assert not entries["sample[greedy, 12]"].used
+    assert "decode[12]" in runner.ledger.table()
+
+
+def test_a_chunk_length_that_rounds_differently_is_kept_out(tiny_checkpoint):
+    runner = _runner(tiny_checkpoint, odd_tokens=64)
+    config = warm_up(runner, None)
+    assert config.prefill_shapes == ((1, 16), (1, 32))
+    assert "2 bit classes" in runner.ledger.verdict["filling"]
+
+
+def test_fast_mode_keeps_every_bucket_and_still_says_so(tiny_checkpoint):
+    runner = _runner(tiny_checkpoint, "fast", odd_rows=12)
+    config = warm_up(runner, None)
+    assert config.decode_batch_sizes == (8, 12, 16)
+    assert "2 bit classes" in runner.ledger.verdict["generating"]
+
+
+def test_rows_that_depend_on_their_company_are_refused(tiny_checkpoint):
+    runner = _runner(tiny_checkpoint, mixes_rows=True)
+    with pytest.raises(ValueError, match="numerics 'invariant' cannot be had"):
+        warm_up(runner, None)
+
+
+def test_a_stored_verdict_is_used_without_probing(tiny_checkpoint):
+    runner = _runner(tiny_checkpoint, odd_rows=12)
+    warm_up(runner, None)
+    classes = {e.name: e.bit_class for e in runner.ledger.entries.values()}
+    again = _runner(tiny_checkpoint, odd_rows=12)
+    before = again.logits_BQV
+    assert warm_up(again, classes).decode_batch_sizes == (8, 16)
+    assert again.logits_BQV is before and not jnp.any(before)

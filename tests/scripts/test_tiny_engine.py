@@ -1,0 +1,54 @@
+"""The scripts on a real engine: two layers and random weights."""
+
+import json
+
+import pytest
+
+from headrace.scripts import bench_throughput, engine_flags, generate
+
+IDS = [5, 6, 7, 8]
+
+
+@pytest.fixture
+def built(tiny_llm, monkeypatch):
+    monkeypatch.setattr(engine_flags, "build_llm", lambda: tiny_llm)
+
+
+@pytest.mark.usefixtures("built")
+def test_prompt_of_ids_gives_the_same_ids_alone_and_in_a_file(
+    run_main, tmp_path, capsys
+):
+    common = ["--max_tokens=6", "--ignore_eos"]
+    assert run_main(generate, *common, "5 6 7 8") == 0
+    alone = [int(word) for word in capsys.readouterr().out.split()]
+    assert len(alone) == 6
+    rows = [{"prompt_token_ids": ids} for ids in ([9] * 40, IDS, [900], [1, 2])]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert run_main(generate, *common, f"--prompts_file={path}") == 1
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert results[1]["token_ids"] == alone
+    assert [r["finish_reason"] for r in results] == [
+        "length", "length", "error", "length",
+    ]  # fmt: skip
+    assert "[0, 511]" in results[2]["error"]
+
+
+@pytest.mark.usefixtures("built")
+def test_prompt_longer_than_the_context_is_refused_in_one_line(run_main, capsys):
+    assert run_main(generate, "5 " * 600) == 1
+    err = capsys.readouterr().err
+    assert "at most 511 tokens" in err and err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("built")
+def test_benchmark_counts_every_token(run_main, tmp_path, capsys):
+    rows = [{"prompt_token_ids": [600 + i] * 9, "max_tokens": 3 + i} for i in range(12)]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert run_main(bench_throughput, f"--workload={path}", "--config=tiny") == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (line["prompt_tokens"], line["output_tokens"]) == (108, sum(range(3, 15)))
+    assert (line["model"], line["slots"]) == ("tiny-random-weights", 16)
+    assert 0 < line["ttft_ms_p50"] <= line["wall_s"] * 1e3
+    assert line["peak_rss_mb"] > 50 and line["own_cores_busy"] > 0
