@@ -30,11 +30,19 @@ def cache_dir(override: str | os.PathLike[str] | None = None) -> pathlib.Path:
     return pathlib.Path(base) / "headrace"
 
 
+def make_private_folder(path: pathlib.Path) -> None:
+    """Makes a folder; it and each parent that was missing are the owner's alone."""
+    if not path.is_dir():
+        # Not `parents=True`, which gives the parents the mode of the umask.
+        make_private_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file that appears under its name whole, or not at all."""
     path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_folder(path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

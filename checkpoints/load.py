@@ -1,8 +1,8 @@
 """Resolves what a user calls a model, and loads it.
 
 In this order: a registry name, a .gguf file, a folder (our store, or Hugging Face's
-layout), a hub id. A path that looks like one (`./x`, `/x`) is never taken for a hub id. Parameters go to the device one at a time, so that the host never
-holds the model twice.
+layout), a hub id. `./x` and `/x` are paths, never hub ids. Parameters go to the device
+one at a time, so that the host never holds the model twice.
 """
 
 import difflib

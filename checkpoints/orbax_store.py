@@ -146,7 +146,8 @@ def _hashes(folder: pathlib.Path) -> dict[str, str]:
         if path.is_file() and path != folder / MANIFEST
     )
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        return dict(zip(names, pool.map(lambda n: file_sha256(folder / n), names)))
+        digests = pool.map(lambda name: file_sha256(folder / name), names)
+        return dict(zip(names, digests, strict=True))
 
 
 def _write_json(path: pathlib.Path, content: dict) -> None:

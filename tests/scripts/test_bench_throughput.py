@@ -45,7 +45,7 @@ def test_json_line_has_the_shared_fields_and_the_right_counts(
     )
     assert (line["n_requests"], line["prompt_tokens"]) == (2, 5)
     assert line["output_tokens"] == 12
-    assert (line["slots"], line["policy"], line["dtype"]) == (16, "fcfs", "float32")
+    assert (line["slots"], line["policy"], line["dtype"]) == (12, "fcfs", "float32")
     assert line["tpot_ms_p50"] == pytest.approx(2.0)
     assert "wall_s" in lines[0] and "mine" in lines[1]
 

@@ -1,0 +1,41 @@
+"""The converter as a program: what it writes, and how it refuses."""
+
+import subprocess
+import sys
+
+import pytest
+
+from headrace.checkpoints.load import load_checkpoint
+from headrace.checkpoints.orbax_store import save_store
+
+
+def run(*args):
+    command = [sys.executable, "-m", "headrace.scripts.convert_checkpoint", *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_store_is_written_and_refused_the_second_time(tiny_checkpoint, tmp_path):
+    save_store(tmp_path / "a", tiny_checkpoint)
+    flags = [f"--model={tmp_path / 'a'}", f"--out={tmp_path / 'b'}"]
+    first = run(*flags, "--dtype=bfloat16")
+    assert first.returncode == 0, first.stderr
+    found = load_checkpoint(tmp_path / "b", dtype="bfloat16")
+    assert found.config == tiny_checkpoint.config
+    second = run(*flags)
+    assert second.returncode == 1
+    assert "exists already" in second.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--model=nope", "--out=x"], "error: no model 'nope'"),
+        (["--model=nope"], "--out"),
+        (["--model=nope", "--out=x", "--dtype=int3"], "--dtype"),
+    ],
+)
+def test_refusal_exits_non_zero_with_its_reason(flags, message):
+    done = run(*flags)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
