@@ -1,1 +1,1 @@
-""""""
+"""Finds, reads, converts and writes weights and tokenizers."""

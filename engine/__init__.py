@@ -1,1 +1,1 @@
-""""""
+"""The engine: requests in, tokens out."""

@@ -9,8 +9,8 @@ One process, no globals: `del llm` (or `close`) frees the device memory.
 import itertools
 import logging
 import os
-import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -107,6 +107,8 @@ class LLM:
         )
         assert resolved.num_pages
         self._runner = runner
+        self._finalizer = weakref.finalize(self, runner.close)
+        self._finalizer.atexit = False  # the process's end frees everything anyway
         self._manager = KVCacheManager(resolved.num_pages, resolved.page_size)
         self._scheduler = Scheduler(self.engine_config, self._manager)
         self._states: dict[str, RequestState] = {}
@@ -198,14 +200,8 @@ class LLM:
     def close(self) -> None:
         """Frees the device memory; the object cannot be used afterwards."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._runner.close()
-
-    def __del__(self) -> None:
-        # At interpreter exit the modules that close needs may be gone already.
-        if getattr(self, "_closed", True) is False and not sys.is_finalizing():
-            self.close()
+            self._closed = True
+            self._finalizer()
 
     def _chat_prompt(self, messages: Any, add_generation_prompt: bool) -> Any:
         tokenizer = self._require_tokenizer()

@@ -87,14 +87,14 @@ def _resolve_buckets(config: EngineConfig, context: int, on_cpu: bool) -> Engine
     sizes, slots = config.decode_batch_sizes, config.num_slots
     slots = slots or (sizes[-1] if sizes else (64 if on_cpu else 256))
     if sizes is None:
-        ladder = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+        ladder = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
         sizes = (*(size for size in ladder if size < slots), slots)
     shapes = config.prefill_shapes
     if shapes is None:
-        # On a CPU longer chunks are no faster a token, and the XLA GEMM changes its
-        # order of addition above 256 rows.
+        # On a CPU 256 tokens a call are as fast a token as more, and above them the
+        # XLA GEMM changes its order of addition.
         shapes = (
-            ((1, 32), (1, 64), (1, 128), (1, 256))
+            ((1, 32), (1, 64), (1, 128), (1, 256), (2, 128), (4, 64))
             if on_cpu
             else ((1, 128), (1, 512), (1, 2048))
         )

@@ -1,5 +1,6 @@
 """One request's output as it comes: an iterator that cleans up after itself. No jax."""
 
+import weakref
 from collections.abc import Callable, Iterator
 
 from headrace.engine.outputs import RequestOutput
@@ -24,12 +25,13 @@ class Stream(Iterator[RequestOutput]):
         step: Callable[[], None],
         drop: Callable[[RequestState], None],
     ) -> None:
-        self._state, self._step, self._drop = state, step, drop
-        self._is_done = False
+        self._state, self._step = state, step
+        self._end = weakref.finalize(self, drop, state)
+        self._end.atexit = False  # the process's end frees everything anyway
 
     def __next__(self) -> RequestOutput:
         """The next delta; steps the engine until there is one."""
-        if self._is_done:
+        if not self._end.alive:
             raise StopIteration
         while not self._state.has_news:
             self._step()
@@ -40,9 +42,4 @@ class Stream(Iterator[RequestOutput]):
 
     def close(self) -> None:
         """Ends the request, wherever it is, and frees its slot and pages."""
-        if not self._is_done:
-            self._is_done = True
-            self._drop(self._state)
-
-    def __del__(self) -> None:
-        self.close()
+        self._end()

@@ -1,1 +1,1 @@
-""""""
+"""Flax modules and pure functions: the forward of the models."""

@@ -1,1 +1,1 @@
-""""""
+"""Kernels, one folder per operation; they know jax and nothing of the package."""

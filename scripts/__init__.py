@@ -1,1 +1,1 @@
-""""""
+"""Programs: run as `python -m headrace.scripts.NAME`."""

@@ -18,6 +18,7 @@ DISTRIBUTIONS = {
     "huggingface_hub": "huggingface-hub",
     "jaxlib": "jax",
     "ml_collections": "ml-collections",
+    "ml_dtypes": "ml-dtypes",
     "orbax": "orbax-checkpoint",
 }
 

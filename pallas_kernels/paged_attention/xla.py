@@ -2,11 +2,13 @@
 
 Loops over fixed absolute blocks of 128 keys with an online softmax in float32. A block
 that is masked for a row is an exact no-op for it, so a row's bits do not depend on its
-neighbours' lengths. Rows go in groups of fixed size, each up to its own longest
-context: ragged batches then cost what they hold, and a gathered block stays in cache.
+neighbours' lengths. On a CPU rows go one by one, each up to its own context: a ragged
+batch costs what it holds, and a gathered block stays in cache. Elsewhere all rows go
+together, up to the longest context of the call.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +16,6 @@ from jaxtyping import Array, Float, Int
 
 KEY_BLOCK = 128
 _MASKED = -1e30
-# Decode rows per group: on two CPU cores 64 ragged rows took half the time of one
-# group of 64. A fixed size keeps the products, and so the bits, those of any bucket.
-_DECODE_GROUP = 4
 
 
 def paged_attention_xla(
@@ -29,28 +28,31 @@ def paged_attention_xla(
     context_len_B: Int[Array, " B"],
 ) -> Float[Array, "B T K G H"]:
     """See `api.paged_attention`, whose arguments these are, already checked."""
-    B, T = positions_BT.shape
     table_BM = _pad_to_blocks(page_table_BM, KEY_BLOCK // pools[0].shape[3])
-    attend = functools.partial(_attend_rows, pools, layer)
     rows = (q_BTKGH, table_BM, positions_BT, context_len_B)
-    size = _DECODE_GROUP if T == 1 else 1
-    if B <= size or B % size:
-        return attend(rows)
-    groups = jax.tree.map(lambda a: a.reshape(B // size, size, *a.shape[1:]), rows)
-    return jax.lax.map(attend, groups).reshape(q_BTKGH.shape)
+    together = functools.partial(_attend_rows, layer=layer)
+
+    # 64 ragged rows one by one took half the time of all together on two CPU cores.
+    def one_by_one(pools: Any, rows: Any) -> Float[Array, "B T K G H"]:
+        single = jax.tree.map(lambda leaf: leaf[:, None], rows)
+        out = jax.lax.map(lambda row: together(pools, row), single)
+        return out.reshape(q_BTKGH.shape)
+
+    return jax.lax.platform_dependent(pools, rows, cpu=one_by_one, default=together)
 
 
 def _attend_rows(
     pools: tuple[Float[Array, "L P K C H"], Float[Array, "L P K C H"]],
-    layer: int,
     rows: tuple[
         Float[Array, "B T K G H"],
         Int[Array, "B M"],
         Int[Array, "B T"],
         Int[Array, " B"],
     ],
+    *,
+    layer: int,
 ) -> Float[Array, "B T K G H"]:
-    """One group of rows, over the blocks of its longest context.
+    """Rows together, over the blocks of their longest context.
 
     Source: Milakov and Gimelshein 2018, algorithm 3 (online softmax).
     """

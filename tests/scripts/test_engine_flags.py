@@ -38,7 +38,7 @@ def test_flags_override_the_config():
     )
     assert engine.max_context_len == 64
     assert (engine.numerics, engine.policy) == ("fast", "static")
-    assert engine.num_slots == 16
+    assert engine.num_slots == 12
 
 
 def test_number_of_slots_replaces_the_decode_buckets_that_end_with_it():
