@@ -100,14 +100,29 @@ def field(reader: gguf.GGUFReader, key: str, default: object = None) -> object:
     """A metadata value; `default` where the key is absent.
 
     Raises:
-      ValueError: the key is absent and has no default.
+      ValueError: the key is absent and has no default, or its value is unreadable.
     """
     found = reader.get_field(key)
     if found is None:
         if default is None:
             raise ValueError(f"the GGUF file lacks the key {key!r}")
         return default
-    return found.contents()
+    try:
+        return found.contents()
+    except (*_DAMAGE, TypeError) as error:
+        raise ValueError(f"the value of the key {key!r} is damaged: {error}") from None
+
+
+def whole_number(reader: gguf.GGUFReader, key: str, default: int | None = None) -> int:
+    """A metadata value that must be a whole number.
+
+    Raises:
+      ValueError: as `field`, or another kind of value.
+    """
+    value = field(reader, key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"the key {key!r} must hold a whole number, got {value!r}")
+    return value
 
 
 def model_config(reader: gguf.GGUFReader) -> ModelConfig:
@@ -129,32 +144,50 @@ def model_config(reader: gguf.GGUFReader) -> ModelConfig:
             "rope_freqs.weight, which is not supported yet; use the safetensors form"
         )
 
-    def get(key: str, default: object = None) -> object:
-        return field(reader, f"llama.{key}", default)
+    def get(key: str, default: int | None = None) -> int:
+        return whole_number(reader, f"llama.{key}", default)
 
-    dim, heads = int(get("embedding_length")), int(get("attention.head_count"))
-    vocab = next(t for t in reader.tensors if t.name == "token_embd.weight").shape[1]
-    stop_ids = [
-        reader.get_field(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")
-    ]
-    bos = reader.get_field("tokenizer.ggml.bos_token_id")
+    dim, heads = get("embedding_length"), get("attention.head_count")
+    stop_ids = [token_id(reader, key) for key in ("eos", "eot")]
     return ModelConfig(
         family="llama",
-        num_layers=int(get("block_count")),
+        num_layers=get("block_count"),
         model_dim=dim,
-        ffw_dim=int(get("feed_forward_length")),
+        ffw_dim=get("feed_forward_length"),
         num_heads=heads,
-        num_kv_heads=int(get("attention.head_count_kv", heads)),
-        head_dim=int(get("attention.key_length", dim // heads)),
-        vocab_size=int(vocab),
-        context_len=int(get("context_length")),
-        rope_base=float(get("rope.freq_base", 10000.0)),
+        num_kv_heads=get("attention.head_count_kv", heads),
+        head_dim=get("attention.key_length", dim // max(heads, 1)),
+        vocab_size=_vocab_size(reader),
+        context_len=get("context_length"),
+        rope_base=_number(reader, "llama.rope.freq_base", 10000.0),
         # Stored as float32: 9.99999974e-06 means 1e-5.
-        norm_eps=float(f"{float(get('attention.layer_norm_rms_epsilon')):.3g}"),
+        norm_eps=float(
+            f"{_number(reader, 'llama.attention.layer_norm_rms_epsilon'):.3g}"
+        ),
         tie_embeddings="output.weight" not in names,
-        bos_id=None if bos is None else int(bos.contents()),
-        stop_ids=tuple(dict.fromkeys(int(i.contents()) for i in stop_ids if i)),
+        bos_id=token_id(reader, "bos"),
+        stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
     )
+
+
+def token_id(reader: gguf.GGUFReader, name: str) -> int | None:
+    """The id of a special token such as `eos`, None where the file has none."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    return None if reader.get_field(key) is None else whole_number(reader, key)
+
+
+def _number(reader: gguf.GGUFReader, key: str, default: float | None = None) -> float:
+    value = field(reader, key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"the key {key!r} must hold a number, got {value!r}")
+    return float(value)
+
+
+def _vocab_size(reader: gguf.GGUFReader) -> int:
+    for tensor in reader.tensors:
+        if tensor.name == "token_embd.weight" and len(tensor.shape) == 2:
+            return int(tensor.shape[1])
+    raise ValueError("the GGUF file lacks the matrix token_embd.weight")
 
 
 class GGUFSource:

@@ -8,7 +8,7 @@ changes the ids.
 import gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from headrace.checkpoints.gguf_reader import field
+from headrace.checkpoints.gguf_reader import field, token_id
 from headrace.checkpoints.tokenizer_spec import TokenizerSpec
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -53,6 +53,10 @@ def tokenizer_spec(reader: gguf.GGUFReader) -> TokenizerSpec:
       ValueError: no vocabulary, another model than byte-level BPE, or an unknown
         pre-tokenizer; the known ones are listed.
     """
+    if reader.get_field("tokenizer.ggml.model") is None:
+        raise ValueError(
+            "the GGUF file has no tokenizer section (key 'tokenizer.ggml.model')"
+        )
     kind = field(reader, "tokenizer.ggml.model")
     if kind != "gpt2":
         raise ValueError(
@@ -64,30 +68,64 @@ def tokenizer_spec(reader: gguf.GGUFReader) -> TokenizerSpec:
             f"tokenizer.ggml.pre {pre!r} is not supported; known: "
             f"{sorted(_PRE_TOKENIZERS)}"
         )
-    tokens = list(field(reader, "tokenizer.ggml.tokens"))
-    merges = [tuple(m.split(" ", 1)) for m in field(reader, "tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    )
+    tokens = _texts(reader, "tokenizer.ggml.tokens")
+    tokenizer = Tokenizer(_byte_pairs(tokens, _texts(reader, "tokenizer.ggml.merges")))
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
-    types = list(field(reader, "tokenizer.ggml.token_type", [1] * len(tokens)))
+    _add_special_tokens(tokenizer, reader, tokens)
+    template = field(reader, "tokenizer.chat_template", "")
+    if not isinstance(template, str):
+        raise ValueError(f"tokenizer.chat_template must be text, got {template!r}")
+    return TokenizerSpec(
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=template or None,
+        bos_token=_text_of(reader, "bos", tokens),
+        eos_token=_text_of(reader, "eos", tokens),
+        add_bos=bool(field(reader, "tokenizer.ggml.add_bos_token", False)),
+    )
+
+
+def _add_special_tokens(
+    tokenizer: Tokenizer, reader: gguf.GGUFReader, tokens: list[str]
+) -> None:
+    types = field(reader, "tokenizer.ggml.token_type", [1] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise ValueError(
+            f"tokenizer.ggml.token_type must have one entry for each of the "
+            f"{len(tokens)} tokens"
+        )
     for token, token_type in zip(tokens, types, strict=True):
         if token_type in (_CONTROL, _USER_DEFINED):
             special = token_type == _CONTROL
             added = AddedToken(token, special=special, normalized=False)
             (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([added])
 
-    def text_of(name: str) -> str | None:
-        found = reader.get_field(f"tokenizer.ggml.{name}_token_id")
-        return None if found is None else tokens[int(found.contents())]
 
-    template = reader.get_field("tokenizer.chat_template")
-    add_bos = reader.get_field("tokenizer.ggml.add_bos_token")
-    return TokenizerSpec(
-        tokenizer_json=tokenizer.to_str(),
-        chat_template=None if template is None else template.contents(),
-        bos_token=text_of("bos"),
-        eos_token=text_of("eos"),
-        add_bos=bool(add_bos.contents()) if add_bos is not None else False,
-    )
+def _text_of(reader: gguf.GGUFReader, name: str, tokens: list[str]) -> str | None:
+    found = token_id(reader, name)
+    if found is None:
+        return None
+    if not 0 <= found < len(tokens):
+        raise ValueError(
+            f"tokenizer.ggml.{name}_token_id must be at least 0 and at most "
+            f"{len(tokens) - 1}, got {found}"
+        )
+    return tokens[found]
+
+
+def _texts(reader: gguf.GGUFReader, key: str) -> list[str]:
+    found = field(reader, key)
+    if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
+        raise ValueError(f"{key} must be a list of texts")
+    return found
+
+
+def _byte_pairs(tokens: list[str], merges: list[str]) -> models.BPE:
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise ValueError("tokenizer.ggml.tokens has a token twice")
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    try:
+        return models.BPE(vocab=vocab, merges=pairs)
+    except Exception as error:  # the package raises plain Exception
+        raise ValueError(f"tokenizer.ggml.merges is damaged: {error}") from None

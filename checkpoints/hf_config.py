@@ -82,7 +82,8 @@ def model_config(folder: pathlib.Path) -> ModelConfig:
 
 def _family(path: pathlib.Path, raw: dict) -> Any:
     names = raw.get("architectures") or []
-    found = [_ARCHITECTURES[name] for name in names if name in _ARCHITECTURES]
+    listed = names if isinstance(names, list) else [names]
+    found = [ours for theirs, ours in _ARCHITECTURES.items() if theirs in listed]
     if not found:
         raise ValueError(
             f"{path}: architectures {names} are not supported; known: "
@@ -100,8 +101,15 @@ def _rope(path: pathlib.Path, raw: dict) -> tuple[float, RopeScaling | None]:
     """Base and stretching, from the older keys or from `rope_parameters`."""
     newer = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or newer
+    for name, value in (("rope_parameters", newer), ("rope_scaling", scaling)):
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}: {name} must be a JSON object, got {value!r}")
     base = newer.get("rope_theta", raw.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if isinstance(base, bool) or not isinstance(base, int | float):
+        raise ValueError(f"{path}: rope_theta must be a number, got {base!r}")
+    # A factor without a type would stretch in a way that nobody named.
+    untyped = None if "factor" in scaling else "default"
+    kind = scaling.get("rope_type", scaling.get("type", untyped))
     if kind == "default":
         return float(base), None
     if kind != "llama3":
@@ -118,11 +126,18 @@ def _rope(path: pathlib.Path, raw: dict) -> tuple[float, RopeScaling | None]:
     if missing:
         raise ValueError(f"{path}: rotary stretching 'llama3' lacks the keys {missing}")
     values = {ours: scaling[theirs] for ours, theirs in keys.items()}
-    return float(base), RopeScaling.from_mapping(values)
+    try:
+        return float(base), RopeScaling.from_mapping(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: rotary stretching 'llama3': {error}") from None
 
 
 def _stop_ids(folder: pathlib.Path, raw: dict) -> tuple[int, ...]:
-    """Every end-of-turn id that either file names, each once."""
+    """Every end-of-turn id that either file names, each once.
+
+    Raises:
+      ValueError: one of them is no whole number.
+    """
     sources = [raw.get("eos_token_id")]
     generation = folder / "generation_config.json"
     if generation.exists():
@@ -130,4 +145,7 @@ def _stop_ids(folder: pathlib.Path, raw: dict) -> tuple[int, ...]:
     ids: list[int] = []
     for source in sources:
         ids += source if isinstance(source, list) else [source]
+    for token_id in ids:
+        if token_id is not None and not isinstance(token_id, int):
+            raise ValueError(f"eos_token_id must hold whole numbers, got {token_id!r}")
     return tuple(dict.fromkeys(i for i in ids if i is not None))

@@ -20,36 +20,51 @@ def tokenizer_spec(folder: pathlib.Path) -> TokenizerSpec:
             f"{folder} has no tokenizer.json; a SentencePiece model or vocab.json must "
             f"be saved as one first"
         )
-    text = path.read_text(encoding="utf-8")
+    text = _read(path)
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the package raises plain Exception
         raise ValueError(f"{path} is damaged or too new: {error}") from None
     companion = folder / "tokenizer_config.json"
     settings = read_json(companion) if companion.exists() else {}
-    bos = _text(settings.get("bos_token"))
+    bos = _text(companion, settings, "bos_token")
     return TokenizerSpec(
         tokenizer_json=text,
         chat_template=_chat_template(folder, settings),
         bos_token=bos,
-        eos_token=_text(settings.get("eos_token")),
+        eos_token=_text(companion, settings, "eos_token"),
         add_bos=_adds_bos(tokenizer, bos, settings),
     )
 
 
-def _text(token: str | dict | None) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _text(path: pathlib.Path, settings: dict, key: str) -> str | None:
+    """The text of a special token, given as such or as an object with `content`."""
+    token = settings.get(key)
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(token, str):
+        raise ValueError(f"{path}: {key} must be text, got {settings[key]!r}")
+    return token
 
 
 def _chat_template(folder: pathlib.Path, settings: dict) -> str | None:
     """The file of its own wins; of several named templates, the one named default."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        return _read(path)
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+        named = [e for e in template if isinstance(e, dict)]
+        default = [e.get("template") for e in named if e.get("name") == "default"]
+        template = default[0] if default else None
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{folder}: chat_template must be text, got {template!r}")
     return template
 
 

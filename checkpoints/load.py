@@ -74,12 +74,17 @@ def load_gguf(
     from headrace.checkpoints import gguf_reader, gguf_tokenizer
 
     reader = gguf_reader.open_gguf(path)
-    config = gguf_reader.model_config(reader)
-    source = gguf_reader.GGUFSource(reader, config)
+    try:
+        config = gguf_reader.model_config(reader)
+        tokenizer = gguf_tokenizer.tokenizer_spec(reader)
+        source = gguf_reader.GGUFSource(reader, config)
+        params = assemble(config, source, placer(dtype, shardings))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return Checkpoint(
         config=config,
-        params=assemble(config, source, placer(dtype, shardings)),
-        tokenizer=gguf_tokenizer.tokenizer_spec(reader),
+        params=params,
+        tokenizer=tokenizer,
         identity=identity or registry.file_sha256(path),
     )
 

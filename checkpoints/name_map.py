@@ -130,18 +130,8 @@ def assemble(
       ValueError: a tensor is missing, unused, or has another shape than the config
         says; it is named.
     """
+    shapes = _checked_shapes(config, set(source.names()))
     entries = FAMILY_MAPS[config.family](config)
-    shapes = source_shapes(config)
-    present, wanted = set(source.names()), set(shapes)
-    missing = sorted(wanted - present)
-    if missing:
-        raise ValueError(f"the checkpoint lacks {_some(missing)}")
-    unused = sorted(n for n in present - wanted if not _is_ignorable(n, config))
-    if unused:
-        raise ValueError(
-            f"the checkpoint has tensors that family {config.family!r} does not know: "
-            f"{_some(unused)}"
-        )
     expected = param_shapes(config)
     tree: dict = {}
     for entry in entries:
@@ -153,6 +143,29 @@ def assemble(
             node = node.setdefault(key, {})
         node[entry.path[-1]] = place(entry.path, array)
     return tree
+
+
+def _checked_shapes(
+    config: ModelConfig, present: set[str]
+) -> dict[str, tuple[int, ...]]:
+    """`source_shapes`, once the names that are present are those of the family."""
+    # Before anything is made per layer: a damaged count may say billions.
+    if config.num_layers > len(present):
+        raise ValueError(
+            f"the config says {config.num_layers} layers, the checkpoint has no more "
+            f"than {len(present)} tensors"
+        )
+    shapes = source_shapes(config)
+    missing = sorted(shapes.keys() - present)
+    if missing:
+        raise ValueError(f"the checkpoint lacks {_some(missing)}")
+    unused = sorted(n for n in present - shapes.keys() if not _is_ignorable(n, config))
+    if unused:
+        raise ValueError(
+            f"the checkpoint has tensors that family {config.family!r} does not know: "
+            f"{_some(unused)}"
+        )
+    return shapes
 
 
 def _read(source: TensorSource, name: str, shape: tuple[int, ...]) -> np.ndarray:

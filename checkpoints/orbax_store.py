@@ -125,7 +125,10 @@ def _check(folder: pathlib.Path, manifest: dict) -> None:
         raise ValueError(
             f"{folder} has format {manifest.get('format')!r}; known: [{_FORMAT}]"
         )
-    listed, present = manifest.get("sha256", {}), _hashes(folder)
+    listed, identity = manifest.get("sha256"), manifest.get("identity")
+    if not isinstance(listed, dict) or not isinstance(identity, str):
+        raise ValueError(f"{folder / MANIFEST} is damaged: no hashes or no identity")
+    present = _hashes(folder)
     for name in sorted(listed.keys() | present.keys()):
         if name not in present:
             raise ValueError(f"{folder} lacks the file {name}")

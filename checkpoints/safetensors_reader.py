@@ -51,7 +51,10 @@ def load_folder(
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         # Hashing lets go of the interpreter, so it runs beside the packing.
         digests = pool.map(file_sha256, source.paths)
-        params = assemble(config, source, place)
+        try:
+            params = assemble(config, source, place)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
         content = [file_sha256(folder / "config.json"), *digests]
     return Checkpoint(
         config=config,
@@ -104,8 +107,11 @@ def _shard_paths(folder: pathlib.Path) -> list[pathlib.Path]:
     weight_map = hf_config.read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no 'weight_map'")
+    odd = [file for file in weight_map.values() if not isinstance(file, str)]
+    if odd:
+        raise ValueError(f"{index}: weight_map must hold file names, got {odd[0]!r}")
     paths = [folder / name for name in sorted(set(weight_map.values()))]
-    absent = [path.name for path in paths if not path.exists()]
+    absent = [path.name for path in paths if not path.is_file()]
     if absent:
         raise ValueError(f"{folder} lacks the shards {absent} that {_INDEX} names")
     return paths

@@ -1,6 +1,7 @@
 """Names, the cache, the store, random weights: everything around the readers."""
 
 import hashlib
+import json
 import pathlib
 import zipfile
 
@@ -192,6 +193,21 @@ def test_damaged_store_is_refused(store):
         load_checkpoint(store)
     largest.unlink()
     with pytest.raises(ValueError, match="lacks the file params/"):
+        load_checkpoint(store)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"format": 2}, r"has format 2; known: \[1\]"),
+        ({"sha256": None}, "headrace.json is damaged"),
+        ({"identity": None}, "headrace.json is damaged"),
+    ],
+)
+def test_manifest_of_another_kind_is_refused(store, change, message):
+    path = store / "headrace.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
         load_checkpoint(store)
 
 

@@ -98,6 +98,13 @@ def test_template_of_its_own_file_wins(tensors, write_folder):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not supported"),
         ({"rope_scaling": {"type": "llama3"}}, "lacks the keys"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_type None is not supported"),
+        ({"rope_scaling": "x"}, "rope_scaling must be a JSON object, got 'x'"),
+        ({"rope_scaling": LLAMA3 | {"factor": 0.5}}, "config.json: .*factor must be"),
+        ({"rope_theta": None}, "rope_theta must be a number, got None"),
+        ({"architectures": 5}, "architectures 5 are not supported"),
+        ({"eos_token_id": [[6]]}, r"must hold whole numbers, got \[6\]"),
+        ({"num_hidden_layers": 10**9}, "says 1000000000 layers, .* than 20 tensors"),
         ({"hidden_size": None}, r"lacks the whole numbers \['hidden_size'\]"),
         ({"intermediate_size": 65}, r"gate_proj.weight has shape \(64, 32\)"),
         ({"eos_token_id": 7}, "config.json: stop_ids must be at least 0 and at most 6"),
@@ -118,6 +125,42 @@ def test_missing_and_unused_tensors_are_named(tensors, write_folder):
     tensors["model.layers.0.self_attn.q_norm.weight"] = array
     with pytest.raises(ValueError, match="does not know: .*q_norm.weight"):
         load_checkpoint(write_folder(tensors))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"bos_token": 3}, "tokenizer_config.json: bos_token must be text, got 3"),
+        ({"eos_token": {"content": 3}}, "eos_token must be text"),
+        ({"chat_template": 1.5}, "chat_template must be text, got 1.5"),
+        ({"chat_template": [{"name": "default"}, 1]}, None),
+    ],
+)
+def test_odd_tokenizer_settings_are_refused(tensors, write_folder, settings, message):
+    folder = write_folder(tensors)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if message is None:
+        assert load_checkpoint(folder).tokenizer.chat_template is None
+        return
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja"])
+def test_text_that_is_no_utf8_names_its_file(tensors, write_folder, file):
+    folder = write_folder(tensors)
+    (folder / file).write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=f"{file} is damaged"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name, message", [(1, "file names, got 1"), (".", "lacks")])
+def test_index_that_names_no_file_is_refused(tensors, write_folder, name, message):
+    folder = write_folder(tensors)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(folder)
 
 
 def test_tied_head_and_rotary_table_are_ignored(tensors, write_folder, assert_holds):

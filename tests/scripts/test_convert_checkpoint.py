@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 from headrace.checkpoints.load import load_checkpoint
@@ -21,9 +23,16 @@ def test_store_is_written_and_refused_the_second_time(tiny_checkpoint, tmp_path)
     assert first.returncode == 0, first.stderr
     found = load_checkpoint(tmp_path / "b", dtype="bfloat16")
     assert found.config == tiny_checkpoint.config
+    for ours, theirs in zip(
+        jax.tree.leaves(found.params),
+        jax.tree.leaves(tiny_checkpoint.params),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, theirs.astype("bfloat16"))
     second = run(*flags)
     assert second.returncode == 1
-    assert "exists already" in second.stderr.splitlines()[-1]
+    (line,) = second.stderr.splitlines()
+    assert line.startswith("error: ") and "exists already" in line
 
 
 @pytest.mark.parametrize(
