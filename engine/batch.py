@@ -18,7 +18,7 @@ from headrace.engine.schedule import (
     pick_prefill_shape,
 )
 
-Variant = Literal["greedy", "sampled", "full"]
+SampleVariant = Literal["greedy", "sampled", "full"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class StepPlan:
     decode_bucket: int | None
     prefill_shape: tuple[int, int] | None
     sample_bucket: int
-    variant: Variant
+    variant: SampleVariant
 
 
 def plan_step(
@@ -50,13 +50,9 @@ def plan_step(
       config: resolved; its buckets are those that the runner uses.
       layout: where the fields of the packed array lie.
     """
-    packed = np.zeros(layout.size, np.int32)
-    packed[0] = bool(schedule.decode)
-    layout.source(packed)[:] = (
-        np.arange(layout.num_slots)
-        if schedule.slot_sources is None
-        else schedule.slot_sources
-    )
+    packed = layout.unchanged(does_decode=bool(schedule.decode))
+    if schedule.slot_sources is not None:
+        layout.source(packed)[:] = schedule.slot_sources
     for slot in schedule.released:
         layout.released(packed)[slot] = 1
     shape = None
@@ -84,7 +80,7 @@ def plan_step(
     )
 
 
-def _variant(schedule: Schedule) -> Variant:
+def _variant(schedule: Schedule) -> SampleVariant:
     rows = [*schedule.decode, *(c.request for c in schedule.prefill if c.is_last)]
     if any(request.params.logprobs is not None for request in rows):
         return "full"

@@ -114,7 +114,11 @@ class LLM:
         self._states: dict[str, RequestState] = {}
         self._ids = itertools.count()
         self._lock = threading.RLock()
-        self._closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the device memory has been freed."""
+        return not self._finalizer.alive
 
     @property
     def ledger(self) -> Ledger:
@@ -200,7 +204,6 @@ class LLM:
     def close(self) -> None:
         """Frees the device memory; the object cannot be used afterwards."""
         with self._lock:
-            self._closed = True
             self._finalizer()
 
     def _chat_prompt(self, messages: Any, add_generation_prompt: bool) -> Any:
@@ -222,7 +225,7 @@ class LLM:
         return self.tokenizer
 
     def _submit(self, prompt: prompts.Prompt, params: SamplingParams) -> RequestState:
-        if self._closed:
+        if self.is_closed:
             raise ValueError("this LLM is closed")
         ids = prompt.token_ids
         if ids is None:
@@ -266,17 +269,17 @@ class LLM:
                 still = [state for state in waiting if not state.is_finished]
                 if len(still) < len(waiting):
                     bar.update(len(waiting) - len(still))
-                tokens = sum(state.num_tokens for state in states)
-                elapsed = bar.format_dict["elapsed"]
-                if use_tqdm and elapsed:
-                    bar.set_postfix_str(f"{tokens / elapsed:.1f} tokens/s", False)
                 waiting = still
+                if use_tqdm:
+                    tokens = sum(state.num_tokens for state in states)
+                    elapsed = max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"{tokens / elapsed:.1f} tokens/s", False)
 
     def _drop(self, *states: RequestState) -> None:
         """Forgets requests; one that still runs is ended."""
         with self._lock:
             for state in states:
-                if not self._closed:
+                if not self.is_closed:
                     self._scheduler.abort(state.request.request_id)
                 self._states.pop(state.request.request_id, None)
 

@@ -8,16 +8,16 @@ import concurrent.futures
 import functools
 import logging
 import time
+import typing
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine import steps
-from headrace.engine.batch import StepPlan
+from headrace.engine.batch import SampleVariant, StepPlan
 from headrace.engine.ledger import Ledger, LedgerEntry
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.program_store import ProgramStore
@@ -29,7 +29,7 @@ from headrace.layers.models import build_model
 
 logger = logging.getLogger(__name__)
 
-VARIANTS: tuple[steps.SampleVariant, ...] = ("greedy", "sampled", "full")
+VARIANTS: tuple[SampleVariant, ...] = typing.get_args(SampleVariant)
 
 ProgramKey = tuple  # ("decode", b), ("prefill", (R, T)), ("sample", variant, b)
 _ROLES = {"decode": "generating", "prefill": "filling", "sample": "sampling"}
@@ -118,10 +118,8 @@ class ModelRunner:
 
     def memory_facts(self) -> dict[str, list[int]]:
         """Temporary and aliased bytes per program, to be stored with them."""
-        return {e.name: [e.temp_bytes, e.alias_bytes] for e in self._entries()}
-
-    def _entries(self) -> list[LedgerEntry]:
-        return list(self.ledger.entries.values())
+        entries = self.ledger.entries.values()
+        return {e.name: [e.temp_bytes, e.alias_bytes] for e in entries}
 
     def _build(self, key: ProgramKey, stored: dict[str, Any]) -> LedgerEntry:
         start, name = time.perf_counter(), program_name(key)
@@ -224,7 +222,7 @@ class ModelRunner:
 
     def read(self, arrays: Any) -> Any:
         """The one place where device memory comes to the host, as numpy."""
-        return jax.tree.map(np.asarray, jax.device_get(arrays))
+        return jax.device_get(arrays)
 
     def close(self) -> None:
         """Frees the device memory that this runner holds."""

@@ -15,6 +15,8 @@ both take their slices from here. Floats and unsigned words travel as their bits
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 ROW_FIELDS = (
     "slot", "start", "length", "is_last", "max_tokens", "seed_low", "seed_high",
     "temperature", "top_k", "top_p",
@@ -58,6 +60,13 @@ class PackedLayout:
     def size(self) -> int:
         """Words of the whole array."""
         return self.tokens_start + self.max_tokens
+
+    def unchanged(self, *, does_decode: bool) -> np.ndarray:
+        """An array for the host to write into: nothing moves, ends or prefills."""
+        packed = np.zeros(self.size, np.int32)
+        packed[0] = does_decode
+        self.source(packed)[:] = np.arange(self.num_slots)
+        return packed
 
     def does_decode(self, packed: Any) -> Any:
         """The flag, a scalar."""

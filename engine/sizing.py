@@ -5,11 +5,8 @@ that has none. Everything is allocated at start, so what does not fit is refused
 """
 
 import dataclasses
-import logging
 
 from headrace.configs.schema import Dtype, EngineConfig, ModelConfig
-
-logger = logging.getLogger(__name__)
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 # On a CPU the pool shares its memory with the user's programs, and is filled with

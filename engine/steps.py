@@ -6,20 +6,18 @@ functions; model_runner compiles them, and so can a notebook cell.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from headrace.engine import sampler
+from headrace.engine.batch import SampleVariant
 from headrace.engine.packed_layout import PackedLayout
+from headrace.engine.schedule import FINISH_LENGTH, FINISH_RUNNING, FINISH_STOP
 from headrace.engine.slots import SlotState, apply_packed
 from headrace.layers.inputs import KVCache, ModelInputs, Params
-
-SampleVariant = Literal["greedy", "sampled", "full"]
-
-FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
 
 # The head always sees at least this many rows: fewer would be another bit class.
 MIN_HEAD_ROWS = 8

@@ -135,7 +135,7 @@ class _ProbeCase:
         self, shape: tuple[int, int], row: int, start: int, length: int
     ) -> np.ndarray:
         layout = self.runner.layout
-        packed = self._no_change()
+        packed = layout.unchanged(does_decode=False)
         rows, tokens = layout.rows(packed), layout.tokens(packed, *shape)
         for other in range(shape[0]):
             rows[other, :4] = (0, 0, max(1, length // 2), 0)
@@ -208,15 +208,7 @@ class _ProbeCase:
         )
 
     def _decode_flag(self) -> jax.Array:
-        packed = self._no_change()
-        packed[0] = 1
-        return jnp.asarray(packed)
-
-    def _no_change(self) -> np.ndarray:
-        layout = self.runner.layout
-        packed = np.zeros(layout.size, np.int32)
-        layout.source(packed)[:] = np.arange(layout.num_slots)
-        return packed
+        return jnp.asarray(self.runner.layout.unchanged(does_decode=True))
 
     def _fingerprint(self, rows: list[Any]) -> str:
         digest = hashlib.sha256()

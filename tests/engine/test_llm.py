@@ -66,13 +66,15 @@ def test_forty_requests_together_give_what_each_gives_alone_bit_for_bit(tiny_llm
     assert _free(tiny_llm) == free
 
 
-def test_greedy_tokens_equal_a_naive_loop_without_cache(tiny_llm, tiny_checkpoint):
+def test_greedy_tokens_equal_a_naive_loop_without_cache(
+    tiny_llm, tiny_checkpoint, dense_logits
+):
     config, params = tiny_checkpoint.config, tiny_checkpoint.params
 
     def naive(prompt, count):
         ids = list(prompt)
         for _ in range(count):
-            ids.append(int(np.argmax(_uncached_logits(config, params, ids)[-1])))
+            ids.append(int(np.argmax(dense_logits(config, params, ids)[-1])))
         return ids[len(prompt) :]
 
     prompts = _prompts(3, seed=9, longest=150)
@@ -82,45 +84,14 @@ def test_greedy_tokens_equal_a_naive_loop_without_cache(tiny_llm, tiny_checkpoin
     assert _tokens(outputs) == [naive(prompt, 8) for prompt in prompts]
 
 
-def _uncached_logits(config, params, ids):
-    """A dense forward in float64, written from the equations."""
-    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
-    T, H, K, G = len(ids), config.head_dim, config.num_kv_heads, config.group_size
-    half = H // 2
-    angle = np.arange(T)[:, None] * config.rope_base ** (-np.arange(half) / half)
-    cos, sin = np.cos(angle), np.sin(angle)
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale
-
-    def rope(x):  # [..., T, H]
-        a, b = x[..., :half], x[..., half:]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-    x = p["embedding"][np.array(ids)]
-    for layer in range(config.num_layers):
-        w = p[f"layer_{layer}"]
-        h = norm(x, w["attention_norm"])
-        qkv = np.einsum("kjhd,td->kjth", w["qkv"], h)
-        q, k, v = rope(qkv[:, :G]), rope(qkv[:, G]), qkv[:, G + 1]
-        score = np.einsum("kgth,ksh->kgts", q, k) / np.sqrt(H)
-        score = np.where(np.tri(T, dtype=bool), score, -np.inf)
-        weight = np.exp(score - score.max(-1, keepdims=True))
-        weight /= weight.sum(-1, keepdims=True)
-        out = np.einsum("kgts,ksh->tkgh", weight, v).reshape(T, K * G * H)
-        x = x + out @ w["out"].T
-        h = norm(x, w["mlp_norm"])
-        gate, up = h @ w["gate_up"][0].T, h @ w["gate_up"][1].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w["down"].T
-    return norm(x, p["final_norm"]) @ p["embedding"].T
-
-
-def test_logprobs_are_those_of_the_dense_forward(tiny_llm, tiny_checkpoint):
+def test_logprobs_are_those_of_the_dense_forward(
+    tiny_llm, tiny_checkpoint, dense_logits
+):
     prompt = _prompts(1, seed=4)[0][:50]
     params = SamplingParams(**GREEDY, max_tokens=3, logprobs=5)
     completion = tiny_llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
     ids = [*prompt, *completion.token_ids]
-    logits = _uncached_logits(tiny_checkpoint.config, tiny_checkpoint.params, ids)
+    logits = dense_logits(tiny_checkpoint.config, tiny_checkpoint.params, ids)
     for step, entries in enumerate(completion.logprobs):
         row = logits[len(prompt) - 1 + step]
         truth = row - np.log(np.exp(row - row.max()).sum()) - row.max()

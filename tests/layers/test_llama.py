@@ -38,45 +38,6 @@ def _params(config, seed=0):
     )
 
 
-def dense_logits(config, params, tokens):
-    """float64, one sequence, no cache, no packing, written from the equations."""
-    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
-    T, H, N, K = len(tokens), config.head_dim, config.num_heads, config.num_kv_heads
-    G, half = N // K, config.head_dim // 2
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale
-
-    freq = config.rope_base ** (-np.arange(half) / half)
-    angle = np.arange(T)[:, None] * freq
-
-    def rope(x):  # [T, H]
-        a, b = x[:, :half], x[:, half:]
-        cos, sin = np.cos(angle), np.sin(angle)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-    x = p["embedding"][np.array(tokens)]
-    for layer in range(config.num_layers):
-        w = p[f"layer_{layer}"]
-        h = norm(x, w["attention_norm"])
-        heads = []
-        for n in range(N):
-            k_head = n // G
-            q = rope(h @ w["qkv"][k_head, n % G].T)
-            k = rope(h @ w["qkv"][k_head, G].T)
-            v = h @ w["qkv"][k_head, G + 1].T
-            score = q @ k.T / np.sqrt(H)
-            score[np.triu_indices(T, 1)] = -np.inf
-            weight = np.exp(score - score.max(-1, keepdims=True))
-            heads.append(weight / weight.sum(-1, keepdims=True) @ v)
-        x = x + np.concatenate(heads, -1) @ w["out"].T
-        h = norm(x, w["mlp_norm"])
-        gate, up = h @ w["gate_up"][0].T, h @ w["gate_up"][1].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w["down"].T
-    head = p["embedding"] if config.tie_embeddings else p["head"]
-    return norm(x, p["final_norm"]) @ head.T
-
-
 def paged_logits(config, params, tokens, chunks):
     """The model in chunks over shuffled pages, as the engine would call it."""
     model = Llama(config)
@@ -106,7 +67,7 @@ def paged_logits(config, params, tokens, chunks):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("chunks", [[40], [1] * 40, [17, 1, 22], [16, 16, 8]])
-def test_forward_in_any_chunks_equals_the_dense_forward(tied, chunks):
+def test_forward_in_any_chunks_equals_the_dense_forward(tied, chunks, dense_logits):
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
     params = _params(config)
     tokens = np.random.default_rng(2).integers(0, 50, 40).tolist()
