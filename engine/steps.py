@@ -54,7 +54,8 @@ def decode_forward(
     Args:
       params: the model's nested dict.
       kv_cache: donated.
-      logits_BQV: donated; rows of active slots are replaced, others keep their bits.
+      logits_BQV: donated; the bucket's rows are replaced. Within a step prefill comes
+        after, and no row outlives its step.
       slots: state before this step's changes.
       packed: this step's changes.
       model: the Linen module.
@@ -73,8 +74,7 @@ def decode_forward(
     )
     output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
     new_BV = model.apply({"params": params}, output.hidden_BTD[:, 0], method="logits")
-    kept_BV = jnp.where(decodes_B[:, None], new_BV, logits_BQV[:bucket, 0])
-    return kv_cache, logits_BQV.at[:bucket, 0].set(kept_BV)
+    return kv_cache, logits_BQV.at[:bucket, 0].set(new_BV)
 
 
 def prefill_forward(

@@ -2,13 +2,12 @@
 
 Loops over fixed absolute blocks of 128 keys with an online softmax in float32. A block
 that is masked for a row is an exact no-op for it, so a row's bits do not depend on its
-neighbours' lengths. On a CPU rows go one by one, each up to its own context: a ragged
-batch costs what it holds, and a gathered block stays in cache. Elsewhere all rows go
-together, up to the longest context of the call.
+neighbours' lengths. On a CPU rows go in small groups of similar context, each up to its
+own longest: a ragged batch costs about what it holds, and gathered blocks stay in
+cache. Elsewhere all rows go together, up to the longest context of the call.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,16 @@ from jaxtyping import Array, Float, Int
 KEY_BLOCK = 128
 _MASKED = -1e30
 
+Pools = tuple[Float[Array, "L P K C H"], Float[Array, "L P K C H"]]
+# Queries, page table, positions, context lengths.
+Rows = tuple[
+    Float[Array, "B T K G H"], Int[Array, "B M"], Int[Array, "B T"], Int[Array, " B"]
+]
+
 
 def paged_attention_xla(
     q_BTKGH: Float[Array, "B T K G H"],
-    pools: tuple[Float[Array, "L P K C H"], Float[Array, "L P K C H"]],
+    pools: Pools,
     layer: int,
     *,
     page_table_BM: Int[Array, "B M"],
@@ -34,26 +39,38 @@ def paged_attention_xla(
     if positions_BT.shape[0] == 1:
         return together(pools, rows)
 
-    # 64 ragged rows one by one took half the time of all together on two CPU cores.
-    def one_by_one(pools: Any, rows: Any) -> Float[Array, "B T K G H"]:
-        single = jax.tree.map(lambda leaf: leaf[:, None], rows)
-        out = jax.lax.map(lambda row: together(pools, row), single)
-        return out.reshape(q_BTKGH.shape)
+    return jax.lax.platform_dependent(
+        pools,
+        rows,
+        cpu=functools.partial(_attend_groups, layer=layer),
+        default=together,
+    )
 
-    return jax.lax.platform_dependent(pools, rows, cpu=one_by_one, default=together)
+
+def _attend_groups(pools: Pools, rows: Rows, *, layer: int) -> Float[Array, "..."]:
+    """Rows in groups of similar context, the longest first; chunks one by one.
+
+    Of two CPU cores, 64 ragged decode rows in sorted groups of 8 took 0.6 of the time
+    of one by one, and 0.8 of that of unsorted groups. In a small bucket a lone row is
+    likely and pays for its whole group: 4. Groups of 1 and 2 round otherwise there.
+    """
+    positions_BT, context_len_B = rows[2:]
+    B, T = positions_BT.shape
+    size = 1 if T > 1 else (8 if B >= 16 else 4)
+    spare = -B % size
+    order_B = jnp.argsort(-jnp.pad(context_len_B, (0, spare)))
+
+    def regroup(leaf: Array) -> Array:
+        leaf = jnp.pad(leaf, ((0, spare), *((0, 0),) * (leaf.ndim - 1)))
+        return leaf[order_B].reshape(-1, size, *leaf.shape[1:])
+
+    attend = functools.partial(_attend_rows, pools, layer=layer)
+    out = jax.lax.map(attend, jax.tree.map(regroup, rows))
+    out = out.reshape(B + spare, *rows[0].shape[1:])
+    return out[jnp.argsort(order_B)[:B]]
 
 
-def _attend_rows(
-    pools: tuple[Float[Array, "L P K C H"], Float[Array, "L P K C H"]],
-    rows: tuple[
-        Float[Array, "B T K G H"],
-        Int[Array, "B M"],
-        Int[Array, "B T"],
-        Int[Array, " B"],
-    ],
-    *,
-    layer: int,
-) -> Float[Array, "B T K G H"]:
+def _attend_rows(pools: Pools, rows: Rows, *, layer: int) -> Float[Array, "B T K G H"]:
     """Rows together, over the blocks of their longest context.
 
     Source: Milakov and Gimelshein 2018, algorithm 3 (online softmax).

@@ -35,6 +35,15 @@ def test_greedy_takes_the_lowest_id_of_a_tie():
 
 
 @settings(max_examples=30, deadline=None)
+@given(st.integers(1, 400), st.integers(1, 5), st.integers(0, 1000))
+def test_greedy_is_argmax_at_any_width(width, distinct, seed):
+    rng = np.random.default_rng(seed)
+    z = rng.choice([-np.inf, -2.5, -0.0, 0.0, 3.5][:distinct], (3, width))
+    token = sampler.sample_greedy(jnp.array(z, jnp.float32))
+    assert np.array_equal(token, z.argmax(-1))
+
+
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, V), st.integers(0, 1000))
 def test_top_k_keeps_exactly_the_k_largest(k, seed):
     z = _logits(2, seed)
