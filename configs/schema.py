@@ -8,11 +8,12 @@ jax: the host side of the engine may use it freely.
 import dataclasses
 import difflib
 import math
+import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 Numerics = Literal["invariant", "fast"]
-Policy = Literal["fcfs", "static"]
+Policy = Literal["fcfs", "priority", "fair", "static"]
 Dtype = Literal["float32", "bfloat16"]
 
 KEY_BLOCK = 128
@@ -191,7 +192,17 @@ class EngineConfig(_FromMapping):
       param_dtype, kv_dtype: storage types of weights and KV pages.
       prefill_calls_per_decode: prefill calls that may run in a row while decode
         waits; 1 lets decode run in every step.
-      policy: "fcfs" (continuous batching) or "static" (Orca's baseline).
+      policy: who gets a slot next: "fcfs", "priority" (lower first), "fair" (the
+        tenant served least); or "static" (Orca's baseline: whole batches).
+      ageing_s: seconds of waiting that outweigh one unit of priority.
+      max_queued_requests, max_queued_tokens: bounds of the queue; None is no bound.
+      max_queue_delay_s: how long an idle engine waits for more prompts.
+      max_tokens_per_step: decode rows and prompt tokens of a step together; a step
+        with prompts prefills at least one chunk. None is no bound.
+      host_kv_bytes: host memory for the pages of preempted requests in invariant
+        mode. Requests are admitted as long as pool and host memory together could
+        hold all of them at their longest.
+      prefix_cache: reuse full pages of earlier prompts.
       compile_threads: programs compiled at the same time at start.
     """
 
@@ -209,6 +220,13 @@ class EngineConfig(_FromMapping):
     kv_dtype: Dtype | None = None
     prefill_calls_per_decode: int = 8
     policy: Policy = "fcfs"
+    ageing_s: float = 10.0
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+    max_queue_delay_s: float = 0.0
+    max_tokens_per_step: int | None = None
+    host_kv_bytes: int = 0
+    prefix_cache: bool = True
     compile_threads: int = 2
 
     def __post_init__(self) -> None:
@@ -216,7 +234,13 @@ class EngineConfig(_FromMapping):
         if self.memory_fraction is not None:
             _check_range("memory_fraction", self.memory_fraction, 0.01, 1.0)
         _check_choice("numerics", self.numerics, ("invariant", "fast"))
-        _check_choice("policy", self.policy, ("fcfs", "static"))
+        _check_choice("policy", self.policy, typing.get_args(Policy))
+        _check_range("ageing_s", self.ageing_s, 1e-3, 1e6)
+        _check_range("max_queue_delay_s", self.max_queue_delay_s, 0.0, 60.0)
+        _check_int("host_kv_bytes", self.host_kv_bytes, 0)
+        for name in ("max_queued_requests", "max_queued_tokens", "max_tokens_per_step"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1)
         _check_int("max_logprobs", self.max_logprobs, 0, 128)
         _check_int("max_stop_ids", self.max_stop_ids, 1, 64)
         _check_int("compile_threads", self.compile_threads, 1)

@@ -11,8 +11,11 @@ import numpy as np
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine.packed_layout import ROW_FIELDS, PackedLayout
+from headrace.engine.request import Request
 from headrace.engine.schedule import (
+    PageMove,
     PrefillChunk,
+    Resumption,
     Schedule,
     pick_decode_bucket,
     pick_prefill_shape,
@@ -26,6 +29,7 @@ class StepPlan:
     """One step, ready to dispatch.
 
     Attributes:
+      saves, loads: page moves that go before the programs, in this order.
       packed: [W] int32, see PackedLayout.
       decode_bucket: rows of the decode call, None where nothing decodes.
       prefill_shape: (rows, tokens) of the prefill call, None where there is none.
@@ -33,6 +37,8 @@ class StepPlan:
       variant: the cheapest sample variant that serves every row.
     """
 
+    saves: tuple[PageMove, ...] = ()
+    loads: tuple[PageMove, ...] = ()
     packed: np.ndarray
     decode_bucket: int | None
     prefill_shape: tuple[int, int] | None
@@ -55,6 +61,8 @@ def plan_step(
         layout.source(packed)[:] = schedule.slot_sources
     for slot in schedule.released:
         layout.released(packed)[slot] = 1
+    for slot, page in schedule.new_pages:
+        layout.new_pages(packed)[slot] = page
     shape = None
     if schedule.prefill:
         shape = pick_prefill_shape(
@@ -64,12 +72,15 @@ def plan_step(
         )
         assert shape is not None, "the scheduler picks chunks that fit a shape"
         _pack_prefill(packed, schedule.prefill, shape, layout)
+    _pack_resumed(packed, schedule.resumed, len(schedule.prefill), layout)
     fresh = [chunk.slot for chunk in schedule.prefill if chunk.is_last]
     sampled_rows = max(
         [schedule.num_rows if schedule.decode else 1, *(slot + 1 for slot in fresh)]
     )
     sizes = config.decode_batch_sizes or ()
     return StepPlan(
+        saves=schedule.saves,
+        loads=schedule.loads,
         packed=packed,
         decode_bucket=(
             pick_decode_bucket(sizes, schedule.num_rows) if schedule.decode else None
@@ -98,26 +109,56 @@ def _pack_prefill(
     rows = layout.rows(packed)
     tokens = layout.tokens(packed, *shape)
     for row, chunk in enumerate(chunks):
-        request, end = chunk.request, chunk.start + chunk.length
-        values = _row_values(chunk)
-        rows[row, : len(ROW_FIELDS)] = [values[name] for name in ROW_FIELDS]
-        stop_ids = layout.stop_ids(rows)[row]
-        stop_ids[:] = -1
-        stop_ids[: len(request.stop_ids)] = request.stop_ids
-        layout.page_table(rows)[row, : len(request.pages)] = request.pages
-        prompt = request.prompt_token_ids[chunk.start : end]
-        tokens[row, : chunk.length] = prompt
+        end = chunk.start + chunk.length
+        done = chunk.request.fill_len - chunk.request.prompt_len
+        values = {
+            "slot": chunk.slot,
+            "start": chunk.start,
+            "length": chunk.length,
+            "is_last": int(chunk.is_last),
+            "remaining": chunk.request.max_tokens - done,
+        }
+        _pack_row(rows, row, values, chunk.request, layout)
+        tokens[row, : chunk.length] = chunk.request.tokens(chunk.start, end)
 
 
-def _row_values(chunk: PrefillChunk) -> dict[str, int]:
-    request, params = chunk.request, chunk.request.params
-    seed = request.seed % 2**64
+def _pack_resumed(
+    packed: np.ndarray,
+    resumed: tuple[Resumption, ...],
+    first_row: int,
+    layout: PackedLayout,
+) -> None:
+    rows = layout.rows(packed)
+    for row, back in enumerate(resumed, first_row):
+        values = {
+            "slot": back.slot,
+            "resumes": 1,
+            "position": back.position,
+            "last_token": back.last_token,
+            "remaining": back.remaining,
+        }
+        _pack_row(rows, row, values, back.request, layout)
+
+
+def _pack_row(
+    rows: np.ndarray,
+    row: int,
+    values: dict[str, int],
+    request: Request,
+    layout: PackedLayout,
+) -> None:
+    """Writes a row: its own values, then what follows from the request alone."""
+    values = values | _request_values(request)
+    rows[row, : len(ROW_FIELDS)] = [values.get(name, 0) for name in ROW_FIELDS]
+    stop_ids = layout.stop_ids(rows)[row]
+    stop_ids[:] = -1
+    stop_ids[: len(request.stop_ids)] = request.stop_ids
+    layout.page_table(rows)[row, : len(request.pages)] = request.pages
+
+
+def _request_values(request: Request) -> dict[str, int]:
+    params, seed = request.params, request.seed % 2**64
     return {
-        "slot": chunk.slot,
-        "start": chunk.start,
-        "length": chunk.length,
-        "is_last": int(chunk.is_last),
-        "max_tokens": request.max_tokens,
         "seed_low": _word(seed % 2**32),
         "seed_high": _word(seed >> 32),
         "temperature": _float_bits(params.temperature),

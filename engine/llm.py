@@ -1,15 +1,10 @@
-"""The engine as users hold it: LLM, and the one loop that drives everything.
+"""The engine as users hold it: loads, compiles, generates, streams.
 
-    schedule -> plan (pad, pack) -> dispatch forward and sample -> read -> update
-
-Owns the scheduler, the page manager, the model runner and a detokenizer per request.
 One process, no globals: `del llm` (or `close`) frees the device memory.
 """
 
-import itertools
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,17 +15,14 @@ from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
 from headrace.checkpoints.load import Checkpoint, load_checkpoint
 from headrace.configs.schema import EngineConfig
 from headrace.engine import chat_template, prompts, sizing
-from headrace.engine.batch import plan_step
 from headrace.engine.device_facts import device_facts, place_params
-from headrace.engine.kv_cache_manager import KVCacheManager
 from headrace.engine.ledger import Ledger
+from headrace.engine.loop import EngineLoop
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.outputs import RequestOutput
 from headrace.engine.program_store import ProgramStore, program_key
-from headrace.engine.request import make_request
 from headrace.engine.request_state import RequestState, error_output
 from headrace.engine.sampling_params import SamplingParams
-from headrace.engine.scheduler import Scheduler
 from headrace.engine.stream import Stream
 from headrace.engine.tokenizer import HFTokenizer, Tokenizer
 from headrace.engine.warmup import warm_up
@@ -105,15 +97,16 @@ class LLM:
         self.tokenizer: Tokenizer | None = (
             HFTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
         )
-        assert resolved.num_pages
         self._runner = runner
-        self._finalizer = weakref.finalize(self, runner.close)
+        self._loop = EngineLoop(
+            runner,
+            self.engine_config,
+            checkpoint.config,
+            tokenizer=self.tokenizer,
+            identity=checkpoint.identity,
+        )
+        self._finalizer = weakref.finalize(self, self._loop.close)
         self._finalizer.atexit = False  # the process's end frees everything anyway
-        self._manager = KVCacheManager(resolved.num_pages, resolved.page_size)
-        self._scheduler = Scheduler(self.engine_config, self._manager)
-        self._states: dict[str, RequestState] = {}
-        self._ids = itertools.count()
-        self._lock = threading.RLock()
 
     @property
     def is_closed(self) -> bool:
@@ -150,19 +143,23 @@ class LLM:
         items = prompts.as_prompts(prompts_)
         params = prompts.spread_params(sampling_params, len(items))
         states: list[RequestState | RequestOutput] = []
-        for item, one in zip(items, params, strict=True):
-            try:
-                states.append(self._submit(item, one))
-            except ValueError as error:
-                if len(items) == 1:
-                    raise
-                states.append(error_output(item, str(next(self._ids)), str(error)))
-        running = [state for state in states if isinstance(state, RequestState)]
         try:
-            self._finish_all(running, use_tqdm)
+            for item, one in zip(items, params, strict=True):
+                states.append(self._submit_or_error(item, one, len(items) == 1))
+            self._finish_all(_running(states), use_tqdm)
         finally:
-            self._drop(*running)
+            self._loop.drop(*_running(states))
         return [s.output() if isinstance(s, RequestState) else s for s in states]
+
+    def _submit_or_error(
+        self, prompt: prompts.Prompt, params: SamplingParams, raises: bool
+    ) -> RequestState | RequestOutput:
+        try:
+            return self._submit(prompt, params)
+        except ValueError as error:
+            if raises:
+                raise
+            return error_output(prompt, self._loop.new_id(), str(error))
 
     def chat(
         self,
@@ -192,7 +189,7 @@ class LLM:
         state = self._submit(
             prompts.as_prompt(prompt), sampling_params or SamplingParams()
         )
-        return Stream(state, self._step, self._drop)
+        return Stream(state, self._loop.turn, self._loop.drop)
 
     def stream_chat(
         self, messages: Any, sampling_params: SamplingParams | None = None
@@ -203,8 +200,11 @@ class LLM:
 
     def close(self) -> None:
         """Frees the device memory; the object cannot be used afterwards."""
-        with self._lock:
-            self._finalizer()
+        self._finalizer()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, gauges and histograms since start, JSON-ready; see metrics."""
+        return self._loop.stats()
 
     def _chat_prompt(self, messages: Any, add_generation_prompt: bool) -> Any:
         tokenizer = self._require_tokenizer()
@@ -233,31 +233,7 @@ class LLM:
             ids = self._require_tokenizer().encode(
                 prompt.text or "", add_bos=not prompt.is_chat
             )
-        with self._lock:
-            request = make_request(
-                str(next(self._ids)),
-                ids,
-                params,
-                prompt=prompt.text,
-                model_config=self.model_config,
-                engine_config=self.engine_config,
-            )
-            state = RequestState(request, self.tokenizer)
-            self._states[request.request_id] = state
-            self._scheduler.add(request)
-        return state
-
-    def _step(self) -> None:
-        """One turn of the loop."""
-        with self._lock:
-            schedule = self._scheduler.schedule()
-            if schedule is None:
-                return
-            plan = plan_step(schedule, self.engine_config, self._runner.layout)
-            self._runner.dispatch(plan)
-            result = self._runner.read_step()
-            for request in self._scheduler.update(schedule, result):
-                self._states[request.request_id].add_token()
+        return self._loop.submit(ids, params, prompt=prompt.text)
 
     def _finish_all(self, states: list[RequestState], use_tqdm: bool) -> None:
         waiting = [state for state in states if not state.is_finished]
@@ -265,7 +241,7 @@ class LLM:
             total=len(waiting), disable=not use_tqdm, unit="request", dynamic_ncols=True
         ) as bar:
             while waiting:
-                self._step()
+                self._loop.turn()
                 still = [state for state in waiting if not state.is_finished]
                 if len(still) < len(waiting):
                     bar.update(len(waiting) - len(still))
@@ -275,13 +251,9 @@ class LLM:
                     elapsed = max(bar.format_dict["elapsed"], 1e-9)
                     bar.set_postfix_str(f"{tokens / elapsed:.1f} tokens/s", False)
 
-    def _drop(self, *states: RequestState) -> None:
-        """Forgets requests; one that still runs is ended."""
-        with self._lock:
-            for state in states:
-                if not self.is_closed:
-                    self._scheduler.abort(state.request.request_id)
-                self._states.pop(state.request.request_id, None)
+
+def _running(states: list[RequestState | RequestOutput]) -> list[RequestState]:
+    return [state for state in states if isinstance(state, RequestState)]
 
 
 def _as_config(config: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:

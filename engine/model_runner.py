@@ -4,6 +4,7 @@ All shapes are compiled before the first request; afterwards a missing program i
 error, never a compile. All device reads go through `read`.
 """
 
+import collections
 import concurrent.futures
 import functools
 import logging
@@ -20,8 +21,17 @@ from headrace.engine import steps
 from headrace.engine.batch import SampleVariant, StepPlan
 from headrace.engine.ledger import Ledger, LedgerEntry
 from headrace.engine.packed_layout import PackedLayout
+from headrace.engine.page_moves import (
+    PAGES_PER_MOVE,
+    HostPages,
+    load_pages,
+    move_example,
+    padded_ids,
+    pieces,
+    save_pages,
+)
 from headrace.engine.program_store import ProgramStore
-from headrace.engine.schedule import StepResult
+from headrace.engine.schedule import PageMove, StepResult
 from headrace.engine.slots import empty_slots
 from headrace.layers import kv_cache as kv
 from headrace.layers.inputs import Params
@@ -31,8 +41,15 @@ logger = logging.getLogger(__name__)
 
 VARIANTS: tuple[SampleVariant, ...] = typing.get_args(SampleVariant)
 
-ProgramKey = tuple  # ("decode", b), ("prefill", (R, T)), ("sample", variant, b)
-_ROLES = {"decode": "generating", "prefill": "filling", "sample": "sampling"}
+# ("decode", b), ("prefill", (R, T)), ("sample", variant, b), ("save", J), ("load", J)
+ProgramKey = tuple
+_ROLES = {
+    "decode": "generating",
+    "prefill": "filling",
+    "sample": "sampling",
+    "save": "moving",
+    "load": "moving",
+}
 
 
 def program_name(key: ProgramKey) -> str:
@@ -49,6 +66,7 @@ def layout_of(config: EngineConfig) -> PackedLayout:
     assert config.num_slots and config.max_context_len and shapes
     return PackedLayout(
         num_slots=config.num_slots,
+        page_size=config.page_size,
         max_rows=max(rows for rows, _ in shapes),
         max_stop_ids=config.max_stop_ids,
         pages_per_request=-(-config.max_context_len // config.page_size),
@@ -84,7 +102,7 @@ class ModelRunner:
         self._model = model or build_model(model_config, config.param_dtype)
         self._store = store
         self._programs: dict[ProgramKey, Any] = {}
-        self._pending: steps.StepOutput | None = None
+        self._pending: collections.deque[steps.StepOutput] = collections.deque()
         self.kv_cache = kv.allocate(
             model_config,
             num_pages=config.num_pages,
@@ -94,6 +112,8 @@ class ModelRunner:
         rows = self.layout.num_slots
         self.logits_BQV = jnp.zeros((rows, 1, model_config.vocab_size), jnp.float32)
         self.slots = empty_slots(self.layout)
+        page = kv.page_bytes(self.kv_cache)
+        self.host_pages = HostPages(self.kv_cache, config.host_kv_bytes // page)
 
     def program_keys(self) -> list[ProgramKey]:
         """Every program of this engine, in the order of the ledger."""
@@ -103,7 +123,12 @@ class ModelRunner:
             *(("decode", bucket) for bucket in buckets),
             *(("prefill", shape) for shape in shapes),
             *(("sample", variant, b) for variant in VARIANTS for b in buckets),
+            *((kind, PAGES_PER_MOVE) for kind in ("save", "load") if self._can_move),
         ]
+
+    @property
+    def _can_move(self) -> bool:
+        return self.host_pages.num_pages > 0
 
     def compile_all(self) -> None:
         """Loads every program from the store, or compiles it, in threads."""
@@ -164,6 +189,11 @@ class ModelRunner:
             )
             args: tuple[Any, ...] = (self.slots, self.logits_BQV, packed)
             return function, args, (0,), jax.eval_shape(function, *args)
+        if key[0] in ("save", "load"):
+            ids, data = move_example(self.kv_cache)
+            if key[0] == "save":
+                return save_pages, (self.kv_cache, ids), (), data
+            return load_pages, (self.kv_cache, ids, data), (0,), self.kv_cache
         common = {"model": self._model, "layout": self.layout}
         if key[0] == "decode":
             function = functools.partial(steps.decode_forward, bucket=key[1], **common)
@@ -197,20 +227,36 @@ class ModelRunner:
         return output
 
     def dispatch(self, plan: StepPlan) -> None:
-        """Dispatches a whole step; `read_step` gives its result."""
+        """Dispatches a whole step; a later `read_step` gives its result."""
+        for move in plan.saves:
+            self._save(move)
+        for move in plan.loads:
+            self._load(move)
+        # A new array each step: the device may still read the one before.
         packed = jnp.asarray(plan.packed)
         if plan.decode_bucket is not None:
             self.forward(("decode", plan.decode_bucket), packed)
         if plan.prefill_shape is not None:
             self.forward(("prefill", plan.prefill_shape), packed)
         key = ("sample", plan.variant, plan.sample_bucket)
-        self._pending = self.sample(key, packed)
+        self._pending.append(self.sample(key, packed))
+
+    def _save(self, move: PageMove) -> None:
+        program = self.program(("save", PAGES_PER_MOVE))
+        for piece in pieces(move):
+            data = program(self.kv_cache, jnp.asarray(padded_ids(piece.device)))
+            self.host_pages.put(piece.host, self.read(data))
+
+    def _load(self, move: PageMove) -> None:
+        program = self.program(("load", PAGES_PER_MOVE))
+        for piece in pieces(move):
+            data = jax.tree.map(jnp.asarray, self.host_pages.get(piece.host))
+            ids = jnp.asarray(padded_ids(piece.device))
+            self.kv_cache = program(self.kv_cache, ids, data)
 
     def read_step(self) -> StepResult:
-        """Waits for the dispatched step and brings its tokens to the host."""
-        assert self._pending is not None
-        output = self.read(self._pending)
-        self._pending = None
+        """Waits for the oldest step not read yet and brings its tokens to the host."""
+        output = self.read(self._pending.popleft())
         return StepResult(
             token_ids=output.token_B,
             finish_codes=output.finish_B,

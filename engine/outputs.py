@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "timeout", "error"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class CompletionOutput:
     """One completion of a prompt.
 
     Attributes:
-      finish_reason: "stop", "length", "abort" or "error"; None while it runs.
+      finish_reason: "stop", "length", "abort", "deadline" (its time is over, with what
+        it has), "timeout" (it waited too long to begin) or "error"; None while it runs.
       stop_reason: the id of `stop_token_ids` that ended it.
       seed: reproduces this completion.
     """

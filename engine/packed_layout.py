@@ -1,14 +1,17 @@
 """Where each field of a step's one packed int32 array lies.
 
-The host sends one array a step: what changed in the slots, and the prefill call's
-rows and tokens. The batch file writes it with numpy, the steps read it under jit, and
-both take their slices from here. Floats and unsigned words travel as their bits.
+The host sends one array a step: what changed in the slots, the prefill call's rows and
+tokens, and the rows of requests that come back. The batch file writes it with numpy,
+the steps read it under jit, and both take their slices from here. Floats and unsigned
+words travel as their bits.
 
     [0, 1)                 1 if the slots decode in this step
     [1, 1 + B)             source: new slot i takes the row of old slot source[i]
     [1 + B, 1 + 2B)        released: 1 where the host ends the slot's request
-    then per prefill row   slot, start, length, is_last, max_tokens, seed (2 words),
-                           temperature, top_k, top_p, stop ids [S], page table [M]
+    [1 + 2B, 1 + 3B)       new page: the page that the slot's next token opens, or 0
+    then per row           slot, start, length, is_last, resumes, position, last token,
+                           remaining, seed (2 words), temperature, top_k, top_p,
+                           stop ids [S], page table [M]
     then                   prefill tokens, row-major
 """
 
@@ -18,8 +21,8 @@ from typing import Any
 import numpy as np
 
 ROW_FIELDS = (
-    "slot", "start", "length", "is_last", "max_tokens", "seed_low", "seed_high",
-    "temperature", "top_k", "top_p",
+    "slot", "start", "length", "is_last", "resumes", "position", "last_token",
+    "remaining", "seed_low", "seed_high", "temperature", "top_k", "top_p",
 )  # fmt: skip
 
 
@@ -29,6 +32,7 @@ class PackedLayout:
 
     Attributes:
       num_slots: B.
+      page_size: C.
       max_rows: prefill rows of the widest prefill shape.
       max_stop_ids: stop ids a row can carry.
       pages_per_request: M.
@@ -36,6 +40,7 @@ class PackedLayout:
     """
 
     num_slots: int
+    page_size: int
     max_rows: int
     max_stop_ids: int
     pages_per_request: int
@@ -43,13 +48,13 @@ class PackedLayout:
 
     @property
     def row_size(self) -> int:
-        """Words of one prefill row."""
+        """Words of one row."""
         return len(ROW_FIELDS) + self.max_stop_ids + self.pages_per_request
 
     @property
     def rows_start(self) -> int:
-        """First word of the prefill rows."""
-        return 1 + 2 * self.num_slots
+        """First word of the rows."""
+        return 1 + 3 * self.num_slots
 
     @property
     def tokens_start(self) -> int:
@@ -78,10 +83,14 @@ class PackedLayout:
 
     def released(self, packed: Any) -> Any:
         """[B] 1 where a slot is given up."""
-        return packed[1 + self.num_slots : self.rows_start]
+        return packed[1 + self.num_slots : 1 + 2 * self.num_slots]
+
+    def new_pages(self, packed: Any) -> Any:
+        """[B] page id where a slot's page table grows, else 0."""
+        return packed[1 + 2 * self.num_slots : self.rows_start]
 
     def rows(self, packed: Any) -> Any:
-        """[R, row_size] prefill rows."""
+        """[R, row_size] prefill rows, then resumed ones, then zeros."""
         flat = packed[self.rows_start : self.tokens_start]
         return flat.reshape(self.max_rows, self.row_size)
 

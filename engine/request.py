@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.outputs import FinishReason
+from headrace.engine.prefix_hash import PageName
 from headrace.engine.sampling_params import SamplingParams
 
 # Token id to (log-probability, rank), the sampled token first.
@@ -21,11 +22,12 @@ TokenLogprobs = dict[int, tuple[float, int | None]]
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. It only moves forward."""
+    """Where a request is. Preemption alone moves it back."""
 
     WAITING = "waiting"  # in the queue: no slot, no pages
     PREFILLING = "prefilling"  # part of its prompt was not dispatched yet
     DECODING = "decoding"  # all of its prompt was
+    PREEMPTED = "preempted"  # in the queue again, after it had begun to decode
     FINISHED = "finished"
 
 
@@ -35,10 +37,21 @@ class Request:
 
     Attributes:
       max_tokens, seed, stop_ids: resolved from `params` and the model.
-      arrival_s, first_token_s, finished_s: seconds of the engine's clock.
+      arrival_s, admitted_s, first_token_s, finished_s: seconds of the engine's clock.
+      priority: lower runs first, under the policy "priority".
+      tenant: who shares pages and a fair share with whom.
+      uses_cache: may take pages that other requests filled.
+      deadline_s, queue_deadline_s: when it ends with what it has; when it ends if it
+        has not begun.
+      page_names: of the full pages of its prompt, see prefix_hash.
+      number: in order of arrival, given by the scheduler.
       slot: row of the decode batch while it runs; the last one afterwards.
       pages: KV pages that it holds, in order of position.
-      num_prefilled: prompt tokens dispatched to the device.
+      host_pages: where a preempted request's pages wait.
+      fill_len: tokens to prefill: the prompt, and after a preemption that recomputes
+        the output so far.
+      num_prefilled: of those, dispatched to the device or found in the cache.
+      num_cached: prompt tokens found in the cache when it was admitted first.
       num_dispatched: output tokens asked of the device, those not yet read included.
       output_token_ids: what the host has read.
       output_logprobs, cumulative_logprob: filled if `params.logprobs` is set.
@@ -53,10 +66,21 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     prompt: str | None = None
     arrival_s: float = 0.0
+    priority: int = 0
+    tenant: str | None = None
+    uses_cache: bool = True
+    deadline_s: float | None = None
+    queue_deadline_s: float | None = None
+    page_names: tuple[PageName, ...] = ()
+    number: int = -1
     status: RequestStatus = RequestStatus.WAITING
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
+    host_pages: list[int] = dataclasses.field(default_factory=list)
+    fill_len: int = 0
     num_prefilled: int = 0
+    num_cached: int = 0
+    admitted_s: float | None = None
     num_dispatched: int = 0
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     output_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
@@ -65,6 +89,9 @@ class Request:
     stop_reason: int | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.fill_len = self.fill_len or self.prompt_len
 
     @property
     def prompt_len(self) -> int:
@@ -75,6 +102,20 @@ class Request:
     def max_len(self) -> int:
         """Most tokens it can ever hold, prompt and output together."""
         return self.prompt_len + self.max_tokens
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are in pages once all is dispatched."""
+        return self.prompt_len + max(0, self.num_dispatched - 1)
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Tokens [start, end) of prompt and output together."""
+        if end <= self.prompt_len:
+            return self.prompt_token_ids[start:end]
+        outputs = self.output_token_ids[
+            max(0, start - self.prompt_len) : end - self.prompt_len
+        ]
+        return (*self.prompt_token_ids[start:], *outputs)
 
     @property
     def is_finished(self) -> bool:

@@ -32,8 +32,36 @@ class PrefillChunk:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PageMove:
+    """Pages of one request on their way: device[i] goes to or comes from host[i]."""
+
+    device: tuple[int, ...]
+    host: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """A preempted request's row as it was, with its pages back on the device.
+
+    Attributes:
+      request: whose row it is; its pages are the row's page table.
+      slot: the request's slot in this step.
+      position: of the token sampled last, which is not yet in the pages.
+      last_token: that token.
+      remaining: tokens that it may still sample.
+    """
+
+    request: Request
+    slot: int
+    position: int
+    last_token: int
+    remaining: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
-    """One step. On the device: rows move, released ones end, then chunks apply.
+    """One step. On the device: pages move out and in, rows move, released ones end,
+    page tables grow, then resumed rows and chunks apply.
 
     All slots are numbered as they are after the move.
 
@@ -42,18 +70,27 @@ class Schedule:
         permutation of all; None where nothing moves.
       released: slots whose request the host has ended. A chunk of this step may
         already belong to such a slot's next request.
+      new_pages: (slot, page): the row's next token opens this page.
+      saves, loads: page moves to, then from the host pool, before all else.
+      resumed: rows that come back after a preemption; they decode in this step.
       prefill: rows of at most one prefill call; one bucket holds them all.
       decode: requests that decode one token: all that have tokens left, or none.
-      decode_slots: their slots (requests may have moved again at `update`).
+      decode_slots: their slots, ascending (requests may have moved at `update`).
       num_rows: 1 + the highest taken slot: what a decode call has to cover. In the
         static policy that includes ended requests till their batch is done.
     """
 
     slot_sources: tuple[int, ...] | None = None
     released: tuple[int, ...] = ()
+    new_pages: tuple[tuple[int, int], ...] = ()
+    saves: tuple[PageMove, ...] = ()
+    loads: tuple[PageMove, ...] = ()
+    resumed: tuple[Resumption, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
     decode: tuple[Request, ...] = ()
-    decode_slots: tuple[int, ...] = ()
+    decode_slots: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )
     num_rows: int
 
 

@@ -1,23 +1,24 @@
 """Decides what each step does: who gets a slot, which chunks are filled, who decodes.
 
-Pure Python, no arrays, no device, no text. The loop calls `schedule`, runs the step,
-and calls `update` with what was sampled; it may schedule one step before it updates
-with the step before (results are looked up by the slots stored in their Schedule).
+Pure host code: no device, no text. The loop calls `schedule`, runs the step, and calls
+`update` with what was sampled; it may schedule one step before it updates with the
+step before (results are looked up by the slots stored in their Schedule).
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from headrace.configs.schema import EngineConfig
-from headrace.engine.compaction import plan_swaps, swaps_to_sources
+from headrace.engine.admission import can_go_on
 from headrace.engine.kv_cache_manager import KVCacheManager
+from headrace.engine.lifecycle import DeviceChanges, Lifecycle
 from headrace.engine.outputs import FinishReason
 from headrace.engine.request import Request, RequestStatus
 from headrace.engine.schedule import (
-    FINISH_RUNNING,
-    FINISH_STOP,
     PrefillChunk,
+    Resumption,
     Schedule,
     StepResult,
     pick_prefill_shape,
@@ -25,10 +26,7 @@ from headrace.engine.schedule import (
 
 
 class Scheduler:
-    """First come, first served continuous batching; or the `static` baseline.
-
-    A request holds its slot and all the pages it may need from admission to its end.
-    "static" (Orca's "before") fills the slots only when the whole batch is done.
+    """Continuous batching over pages that grow as requests do.
 
     NOTE: a chunk's length depends on its request alone, so that company cannot change
     a prompt's numerics: T_max (the longest prefill bucket) while more than T_max
@@ -40,105 +38,147 @@ class Scheduler:
         config: EngineConfig,
         manager: KVCacheManager,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        num_host_pages: int = 0,
     ) -> None:
         """Starts empty.
 
         Args:
           config: resolved (without Nones).
           manager: the pool's pages; this scheduler alone takes from it.
-          clock: seconds; stamps first tokens and ends.
+          clock: seconds; stamps admissions, first tokens and ends.
+          num_host_pages: room for the pages of preempted requests in invariant mode.
         """
-        assert config.num_slots is not None and config.prefill_shapes is not None
-        assert config.decode_batch_sizes is not None
+        assert config.prefill_shapes is not None
         self._config = config
         self._manager = manager
         self._clock = clock
         self._is_static = config.policy == "static"
         self._prefill_shapes = config.prefill_shapes
-        self._decode_batch_sizes = config.decode_batch_sizes
         self._max_chunk = max(tokens for _, tokens in config.prefill_shapes)
-        # Live requests; each is in exactly one of the three below, in FCFS order.
-        self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
-        self._prefilling: deque[Request] = deque()
-        self._decoding: dict[str, Request] = {}
-        # Who holds each slot; in static also ended requests, till the batch is done.
-        self._slots: list[Request | None] = [None] * config.num_slots
-        self._to_release: list[int] = []
+        self._max_rows = max(rows for rows, _ in config.prefill_shapes)
+        self._life = Lifecycle(config, manager, clock, num_host_pages)
+        self._running = self._life.running
+        self._num_added = 0
         self._prefills_since_decode = 0
+        self._overdue: list[Request] = []
 
     @property
     def has_work(self) -> bool:
         """Some request has not ended."""
-        return bool(self._requests)
+        return bool(self._life.requests)
 
     @property
     def num_running(self) -> int:
         """Requests that hold a slot and have not ended."""
-        return len(self._prefilling) + len(self._decoding)
+        return self._life.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot, preempted ones included."""
+        return len(self._life.admission.queue)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a running request gave way, since start."""
+        return self._life.num_preemptions
 
     @property
     def num_free_slots(self) -> int:
         """Slots that nobody holds."""
-        return self._slots.count(None)
+        return self._running.num_free
 
     def add(self, request: Request) -> None:
-        """Puts a request at the end of the queue.
+        """Puts a request into the queue.
 
         Raises:
           ValueError: its id belongs to a live request, or it was added before.
+          QueueFullError: a bound of the queue is reached.
         """
-        if request.request_id in self._requests:
+        life = self._life
+        if request.request_id in life.requests:
             raise ValueError(
                 f"request_id must be unique among live requests, got "
                 f"{request.request_id!r} again"
             )
-        if request.status is not RequestStatus.WAITING:
+        if request.status is not RequestStatus.WAITING or request.number >= 0:
             raise ValueError(f"a request can be added once, got a {request.status}")
         # make_request has refused what the whole pool could not hold.
         num_pages = self._manager.pages_for(request.max_len)
         assert num_pages < self._manager.num_pages
-        self._requests[request.request_id] = request
-        self._waiting.append(request)
+        if request.tenant is not None:
+            tenants = {other.tenant for other in life.requests.values()}
+            life.admission.queue.come_back(request.tenant, tenants)
+        request.number = self._num_added
+        life.admission.add(request)
+        self._num_added += 1
+        life.requests[request.request_id] = request
 
-    def abort(self, request_id: str) -> Request | None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> Request | None:
         """Ends a request now, with the tokens it has; None if it is not live.
 
         The next schedule releases its row on the device.
         """
-        request = self._requests.get(request_id)
+        request = self._life.requests.get(request_id)
         if request is None:
             return None
-        if request.status is RequestStatus.WAITING:
-            self._waiting.remove(request)
-        elif request.slot is not None:
-            self._to_release.append(request.slot)
-        self._finish(request, "abort")
+        if request.status in (RequestStatus.PREFILLING, RequestStatus.DECODING):
+            self._life.changes.released.append(_slot_of(request))
+        self._life.finish(request, reason)
         return request
+
+    def take_ended(self) -> list[Request]:
+        """Requests whose time was over, since the last call."""
+        ended, self._overdue = self._overdue, []
+        return ended
 
     def schedule(self) -> Schedule | None:
         """The next step, or None where nothing can be done now.
 
-        None while `has_work` is only possible if a step's results are still to come.
+        None while `has_work` means that a step's results are still to come, or that
+        an idle engine waits for more prompts (`max_queue_delay_s`).
         """
-        self._admit()
+        now_s, life = self._clock(), self._life
+        for request, is_queue in life.admission.overdue(now_s):
+            self.abort(request.request_id, "timeout" if is_queue else "deadline")
+            self._overdue.append(request)
+        life.grow()
+        self._admit(now_s)
         chunks = self._pick_chunks()
-        decode = self._pick_decode(does_prefill=bool(chunks))
-        if not chunks and not decode:
+        does_decode = self._does_decode(does_prefill=bool(chunks))
+        if not (chunks or does_decode or life.changes.saves or life.changes.loads):
             return None
         # From here on a step is certain, so moves and releases cannot get lost.
-        sources = self._compact()
-        released, self._to_release = tuple(self._to_release), []
-        prefill = tuple([self._advance_prefill(*chunk) for chunk in chunks])
-        for request in decode:
+        schedule = self._build(chunks, does_decode)
+        for request in schedule.decode:
             request.num_dispatched += 1
+        if schedule.decode:
+            self._running.count_decode()
+        for chunk in schedule.prefill:
+            if chunk.is_last:  # decodes from the next step on
+                life.start_decode(chunk.request)
+        return schedule
+
+    def _build(self, chunks: list[tuple[Request, int]], does_decode: bool) -> Schedule:
+        changes, self._life.changes = self._life.changes, DeviceChanges()
+        sources = self._running.compact()
+        released = changes.released
+        if sources is not None:
+            # Rows of ended requests moved as well: swaps are their own inverse.
+            released = [sources[slot] for slot in released]
+        decode, slots = self._running.decode_rows() if does_decode else ((), _NO_SLOTS)
+        grown = [(_slot_of(r), page) for r, page in changes.grown if not r.is_finished]
         return Schedule(
             slot_sources=sources,
-            released=released,
-            prefill=prefill,
-            decode=tuple(decode),
-            decode_slots=tuple([_slot_of(request) for request in decode]),
-            num_rows=self._num_rows(),
+            released=tuple(released),
+            new_pages=tuple(grown),
+            saves=tuple(changes.saves),
+            loads=tuple(changes.loads),
+            resumed=tuple([_resumption(request) for request in changes.resumed]),
+            prefill=tuple([self._advance_prefill(*chunk) for chunk in chunks]),
+            decode=decode,
+            decode_slots=slots,
+            num_rows=self._running.num_rows,
         )
 
     def update(self, schedule: Schedule, result: StepResult) -> list[Request]:
@@ -151,56 +191,38 @@ class Scheduler:
         Returns:
           Requests that got a token, ended ones included; prefilled ones first.
         """
-        rows = [(c.request, c.slot) for c in schedule.prefill if c.is_last]
-        rows += zip(schedule.decode, schedule.decode_slots, strict=True)
-        if not rows:
+        fresh = [chunk for chunk in schedule.prefill if chunk.is_last]
+        requests = [*(chunk.request for chunk in fresh), *schedule.decode]
+        if not requests:
             return []
-        now_s = self._clock()
-        token_ids = result.token_ids.tolist()
-        finish_codes = result.finish_codes.tolist()
-        updated = []
-        for request, slot in rows:
-            if request.is_finished:
-                continue  # aborted, or ended by a step read after this was scheduled
-            if request.first_token_s is None:
-                request.first_token_s = now_s
-            request.output_token_ids.append(token_ids[slot])
-            if request.params.logprobs is not None:
-                entries = result.logprobs_at(slot, request.params.logprobs)
-                request.output_logprobs.append(entries)
-                request.cumulative_logprob += entries[token_ids[slot]][0]
-            if finish_codes[slot] != FINISH_RUNNING:
-                self._finish_on_device(request, finish_codes[slot])
-            updated.append(request)
-        return updated
+        slots = [chunk.slot for chunk in fresh] + schedule.decode_slots.tolist()
+        return self._life.book(requests, slots, result)
 
-    def _finish_on_device(self, request: Request, finish_code: int) -> None:
-        """Ends a request whose row the device has already ended."""
-        token_id = request.output_token_ids[-1]
-        if finish_code == FINISH_STOP:
-            if token_id in request.params.stop_token_ids:
-                request.stop_reason = token_id
-            self._finish(request, "stop")
-        else:
-            assert len(request.output_token_ids) == request.max_tokens
-            self._finish(request, "length")
-
-    def _admit(self) -> None:
-        """Gives slots and pages to the head of the queue, while both suffice."""
-        if self._is_static and self.num_running:
+    def _admit(self, now_s: float) -> None:
+        """Gives slots and pages in the queue's order, while both suffice."""
+        life, queue = self._life, self._life.admission.queue
+        if not len(queue) or (self._is_static and life.num_running):
             return
-        num_free = self.num_free_slots if self._waiting else 0
-        while self._waiting and num_free:
-            request = self._waiting[0]
-            pages = self._manager.allocate(self._manager.pages_for(request.max_len))
-            if pages is None:
-                return  # nobody overtakes: a large request is never starved
-            request.pages = pages
-            request.slot = self._slots.index(None)  # the lowest
-            self._slots[request.slot] = request
-            request.status = RequestStatus.PREFILLING
-            self._prefilling.append(self._waiting.popleft())
-            num_free -= 1
+        if self._config.policy == "fair" and not self._running.num_free:
+            life.make_way()
+        free = self._running.num_free
+        if not life.num_running and life.admission.should_wait(now_s, free):
+            return
+        taken: list[Request] = []
+        spare_rows = self._max_rows
+        for request in queue.candidates() if free else ():
+            if len(taken) == free:
+                break
+            if not can_go_on(request, spare_rows):
+                continue
+            has_pages = life.admission.take_pages(request)
+            if has_pages is False:
+                break  # nobody overtakes: a large request is never starved
+            if has_pages:
+                taken.append(request)
+                spare_rows -= bool(request.host_pages)
+        for request in taken:
+            life.begin(request, now_s)
 
     def _pick_chunks(self) -> list[tuple[Request, int]]:
         """Next chunks for one prefill call: (request, length), first come first.
@@ -209,40 +231,48 @@ class Scheduler:
         the first that does not fit: a later one never overtakes it.
         """
         chunks: list[tuple[Request, int]] = []
-        longest = 0
-        for request in self._prefilling:
-            left = request.prompt_len - request.num_prefilled
+        longest = total = 0
+        budget = self._config.max_tokens_per_step
+        if budget is not None:
+            budget -= self._life.num_decoding
+        spare_rows = self._max_rows - len(self._life.changes.resumed)
+        for request in self._life.prefilling:
+            left = request.fill_len - request.num_prefilled
             length = min(left, self._max_chunk)
             longest = max(longest, length)
+            total += length
             rows = len(chunks) + 1
-            if not pick_prefill_shape(self._prefill_shapes, rows=rows, tokens=longest):
+            if chunks and budget is not None and total > budget:
+                break
+            if rows > spare_rows or not pick_prefill_shape(
+                self._prefill_shapes, rows=rows, tokens=longest
+            ):
                 break
             chunks.append((request, length))
         return chunks
 
-    def _pick_decode(self, *, does_prefill: bool) -> list[Request]:
-        """All requests that can decode, or none while prefill calls go first."""
-        decode = [r for r in self._decoding.values() if r.num_dispatched < r.max_tokens]
-        if not decode or not does_prefill:
+    def _does_decode(self, *, does_prefill: bool) -> bool:
+        """Whether all that can decode do, or none while prefill calls go first."""
+        if not self._running.decode_rows()[0]:
             self._prefills_since_decode = 0
-            return decode
-        self._prefills_since_decode += 1
-        limit = self._config.prefill_calls_per_decode
-        if self._is_static or self._prefills_since_decode < limit:
-            return []
+            return False
+        if does_prefill:
+            self._prefills_since_decode += 1
+            limit = self._config.prefill_calls_per_decode
+            if self._is_static or self._prefills_since_decode < limit:
+                return False
         self._prefills_since_decode = 0
-        return decode
+        return True
 
     def _advance_prefill(self, request: Request, length: int) -> PrefillChunk:
         """Counts a chunk as done; the last one makes its request decode next step."""
         start = request.num_prefilled
         request.num_prefilled += length
-        is_last = request.num_prefilled == request.prompt_len
+        is_last = request.num_prefilled == request.fill_len
+        self._life.admission.remember_filled(request, start, start + length)
         if is_last:
-            self._prefilling.remove(request)
-            request.status = RequestStatus.DECODING
-            request.num_dispatched = 1
-            self._decoding[request.request_id] = request
+            self._life.prefilling.remove(request)
+            request.num_dispatched += 1
         return PrefillChunk(
             request=request,
             slot=_slot_of(request),
@@ -251,47 +281,20 @@ class Scheduler:
             is_last=is_last,
         )
 
-    def _compact(self) -> tuple[int, ...] | None:
-        """Moves requests down where that saves a decode bucket; None: nothing moved.
 
-        Static batches have no holes to move into: they keep their slots to the end.
-        """
-        is_taken = [holder is not None for holder in self._slots]
-        swaps = plan_swaps(is_taken, self._decode_batch_sizes)
-        if not swaps:
-            return None
-        for low, high in swaps:
-            request = self._slots[high]
-            assert request is not None and self._slots[low] is None
-            request.slot = low
-            self._slots[low], self._slots[high] = request, None
-        sources = swaps_to_sources(swaps, len(self._slots))
-        # The row of an aborted request moved as well: swaps are their own inverse.
-        self._to_release = [sources[slot] for slot in self._to_release]
-        return sources
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request and gives its pages and (not in static) its slot back."""
-        if request.status is RequestStatus.PREFILLING:
-            self._prefilling.remove(request)
-        self._decoding.pop(request.request_id, None)
-        del self._requests[request.request_id]
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.finished_s = self._clock()
-        self._manager.free(request.pages)
-        request.pages = []
-        if self._is_static:
-            if not self.num_running:  # the whole batch is done
-                self._slots = [None] * len(self._slots)
-        elif request.slot is not None:
-            self._slots[request.slot] = None
-
-    def _num_rows(self) -> int:
-        """1 + the highest taken slot."""
-        return max(s for s, holder in enumerate(self._slots) if holder is not None) + 1
+_NO_SLOTS = np.zeros(0, np.int64)
 
 
 def _slot_of(request: Request) -> int:
     assert request.slot is not None
     return request.slot
+
+
+def _resumption(request: Request) -> Resumption:
+    return Resumption(
+        request=request,
+        slot=_slot_of(request),
+        position=request.num_computed,
+        last_token=request.output_token_ids[-1],
+        remaining=request.max_tokens - request.num_dispatched,
+    )

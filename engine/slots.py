@@ -64,10 +64,12 @@ def empty_slots(layout: PackedLayout) -> SlotState:
 def apply_packed(
     slots: SlotState, packed: Int[Array, " W"], layout: PackedLayout
 ) -> tuple[SlotState, Bool[Array, " B"]]:
-    """Applies a step's changes: moves rows, ends released ones, fills fresh ones.
+    """Applies a step's changes: moves rows, ends released ones, lets page tables grow,
+    fills fresh and resumed rows.
 
     A request's row becomes active with the last chunk of its prompt; its position is
-    then that of the last prompt token, so that sampling advances it like any other.
+    then that of the last prompt token, so that sampling advances it like any other. A
+    resumed row is as it was before it was preempted, with new pages.
 
     Returns:
       The new state, and which rows are fresh: they sample in this step from the
@@ -76,7 +78,7 @@ def apply_packed(
     source_B = layout.source(packed)
     slots = jax.tree.map(lambda leaf: leaf[source_B], slots)
     active_B = slots.active_B & (layout.released(packed) == 0)
-    rows = layout.rows(packed)
+    rows, B = layout.rows(packed), layout.num_slots
 
     def field(name: str) -> Int[Array, " R"]:
         return layout.field(rows, name)
@@ -84,24 +86,41 @@ def apply_packed(
     def bits(name: str, dtype: Any) -> Array:
         return jax.lax.bitcast_convert_type(field(name), dtype)
 
+    resumes_R, is_last_R = field("resumes") == 1, field("is_last") == 1
     # Rows that are not the last chunk of a prompt are dropped by an index past B.
-    slot_R = jnp.where(field("is_last") == 1, field("slot"), layout.num_slots)
+    slot_R = jnp.where(is_last_R | resumes_R, field("slot"), B)
 
-    def put(leaf: Array, rows_R: Array) -> Array:
+    def put(leaf: Array, rows_R: Array, slot_R: Array = slot_R) -> Array:
         return leaf.at[slot_R].set(rows_R.astype(leaf.dtype), mode="drop")
 
+    resumed_R = jnp.where(resumes_R, field("slot"), B)
+    position_R = jnp.where(
+        resumes_R, field("position"), field("start") + field("length") - 1
+    )
     seeds = [bits("seed_low", jnp.uint32), bits("seed_high", jnp.uint32)]
+    table_BM = _grown(slots, layout.new_pages(packed), layout.page_size)
     changed = SlotState(
-        last_token_B=slots.last_token_B,
-        position_B=put(slots.position_B, field("start") + field("length") - 1),
+        last_token_B=put(slots.last_token_B, field("last_token"), resumed_R),
+        position_B=put(slots.position_B, position_R),
         active_B=put(active_B, jnp.ones_like(slot_R)),
-        remaining_B=put(slots.remaining_B, field("max_tokens")),
+        remaining_B=put(slots.remaining_B, field("remaining")),
         stop_ids_BS=put(slots.stop_ids_BS, layout.stop_ids(rows)),
         seed_B2=put(slots.seed_B2, jnp.stack(seeds, axis=1)),
         temperature_B=put(slots.temperature_B, bits("temperature", jnp.float32)),
         top_k_B=put(slots.top_k_B, field("top_k")),
         top_p_B=put(slots.top_p_B, bits("top_p", jnp.float32)),
-        page_table_BM=put(slots.page_table_BM, layout.page_table(rows)),
+        page_table_BM=put(table_BM, layout.page_table(rows)),
     )
-    fresh_B = put(jnp.zeros(layout.num_slots, bool), jnp.ones_like(slot_R))
+    fresh_R = jnp.where(is_last_R, field("slot"), B)
+    fresh_B = put(jnp.zeros(B, bool), jnp.ones_like(slot_R), fresh_R)
     return changed, fresh_B
+
+
+def _grown(
+    slots: SlotState, new_page_B: Int[Array, " B"], page_size: int
+) -> Int[Array, "B M"]:
+    """Page tables with the pages that the rows' next tokens open, where there are."""
+    B, M = slots.page_table_BM.shape
+    index_B = jnp.minimum(slots.position_B // page_size, M - 1)
+    row_B = jnp.where(new_page_B > 0, jnp.arange(B, dtype=jnp.int32), B)
+    return slots.page_table_BM.at[row_B, index_B].set(new_page_B, mode="drop")

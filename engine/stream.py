@@ -22,7 +22,7 @@ class Stream(Iterator[RequestOutput]):
     def __init__(
         self,
         state: RequestState,
-        step: Callable[[], None],
+        step: Callable[[], object],
         drop: Callable[[RequestState], None],
     ) -> None:
         self._state, self._step = state, step

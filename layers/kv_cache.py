@@ -43,6 +43,12 @@ def allocate(
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
+def page_bytes(kv_cache: KVCache) -> int:
+    """Bytes of one page, keys and values of all layers of all groups."""
+    leaves = jax.tree.leaves(kv_cache)
+    return sum(leaf.nbytes // leaf.shape[1] for leaf in leaves)
+
+
 def write_places(
     positions_BT: Int[Array, "B T"],
     query_len_B: Int[Array, " B"],

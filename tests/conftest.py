@@ -1,4 +1,8 @@
-"""Engines shared by the tests: one tiny one, one real one, one compile cache."""
+"""Engines shared by the tests: one tiny one, one real one, one compile cache; and a
+fake device that needs none of them."""
+
+import dataclasses
+import zlib
 
 import jax
 import numpy as np
@@ -83,3 +87,131 @@ def _dense_logits(config, params, ids):
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w["down"].T
     head = p["embedding"] if config.tie_embeddings else p["head"]
     return norm(x, p["final_norm"]) @ head.T
+
+
+PAGE_SIZE, VOCAB_SIZE = 16, 11
+
+
+def next_token(history):
+    """The fake model: any token depends on all before it."""
+    return zlib.crc32(bytes(history)) % VOCAB_SIZE
+
+
+@dataclasses.dataclass
+class Row:
+    """A slot's row, as the device keeps it."""
+
+    pages: list[int]
+    position: int  # of the last token
+    remaining: int
+    stop_ids: tuple[int, ...]
+    last_token: int | None = None  # not yet in the pages
+    is_active: bool = True
+
+
+class FakeDevice:
+    """Applies Schedules like the compiled steps do, with real pages and rows.
+
+    Tokens follow from what the pages hold, so a wrong page, row or order shows.
+    """
+
+    def __init__(self, num_slots, num_pages, num_host_pages):
+        self.rows = [None] * num_slots
+        self.pages = [[None] * PAGE_SIZE for _ in range(num_pages)]
+        self.host = [None] * num_host_pages
+
+    def step(self, schedule):
+        """Runs one step; returns (token ids, finish codes) with junk elsewhere."""
+        self._move_pages(schedule)
+        if schedule.slot_sources is not None:
+            assert sorted(schedule.slot_sources) == list(range(len(self.rows)))
+            self.rows = [self.rows[source] for source in schedule.slot_sources]
+        for slot in schedule.released:
+            if self.rows[slot] is not None:
+                self.rows[slot].is_active = False
+        for slot, page in schedule.new_pages:
+            row = self.rows[slot]
+            if row.is_active:
+                assert row.position // PAGE_SIZE == len(row.pages)
+            row.pages.append(page)
+        for back in schedule.resumed:
+            old = self.rows[back.slot]
+            assert old is None or not old.is_active, "the slot has another request"
+            self.rows[back.slot] = Row(
+                pages=list(back.request.pages),
+                position=back.position,
+                remaining=back.remaining,
+                stop_ids=back.request.stop_ids,
+                last_token=back.last_token,
+            )
+        tokens = np.full(len(self.rows), -7, np.int32)
+        finish = np.full(len(self.rows), 0, np.int32)
+        if schedule.decode:
+            for slot, row in enumerate(self.rows):
+                if row is not None and row.is_active:
+                    assert slot < schedule.num_rows
+                    self._write(row.pages, row.position, row.last_token)
+                    tokens[slot], finish[slot] = self._sample(row)
+        for chunk in schedule.prefill:
+            if (row := self._prefill(chunk)) is not None:
+                tokens[chunk.slot], finish[chunk.slot] = self._sample(row)
+        return tokens, finish
+
+    def _move_pages(self, schedule):
+        for move in schedule.saves:
+            for device, host in zip(move.device, move.host, strict=True):
+                self.host[host] = list(self.pages[device])
+        for move in schedule.loads:
+            for device, host in zip(move.device, move.host, strict=True):
+                self.pages[device] = list(self.host[host])
+
+    def _prefill(self, chunk):
+        request, end = chunk.request, chunk.start + chunk.length
+        tokens = request.tokens(chunk.start, end)
+        assert len(tokens) == chunk.length
+        for position, token in enumerate(tokens, chunk.start):
+            self._write(request.pages, position, token)
+        if not chunk.is_last:
+            return None
+        if (old := self.rows[chunk.slot]) is not None:
+            assert not old.is_active, "the slot has another request"
+        row = Row(
+            pages=list(request.pages),
+            position=end - 1,
+            remaining=request.max_tokens - (request.fill_len - request.prompt_len),
+            stop_ids=request.stop_ids,
+        )
+        self.rows[chunk.slot] = row
+        return row
+
+    def _write(self, pages, position, token):
+        self.pages[pages[position // PAGE_SIZE]][position % PAGE_SIZE] = token
+
+    def _sample(self, row):
+        history = [
+            self.pages[row.pages[p // PAGE_SIZE]][p % PAGE_SIZE]
+            for p in range(row.position + 1)
+        ]
+        row.last_token = next_token(history)
+        row.position += 1
+        row.remaining -= 1
+        code = 1 if row.last_token in row.stop_ids else 2 * (row.remaining == 0)
+        row.is_active = code == 0
+        return row.last_token, code
+
+    @staticmethod
+    def tokens_alone(request):
+        """What the fake model gives the request in an engine of its own."""
+        history = list(request.prompt_token_ids)
+        output = []
+        while len(output) < request.max_tokens:
+            output.append(next_token([*history, *output]))
+            if output[-1] in request.stop_ids:
+                break
+        return output
+
+
+@pytest.fixture(scope="session")
+def fake_device():
+    """The FakeDevice class: pages of 16 tokens, a vocabulary of 11."""
+    return FakeDevice

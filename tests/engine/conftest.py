@@ -1,13 +1,12 @@
 """Fakes shared by the engine's host-side tests."""
 
-import dataclasses
-import zlib
+import functools
 
-import numpy as np
 import pytest
 
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.kv_cache_manager import KVCacheManager
+from headrace.engine.prefix_hash import chain_seed, name_pages
 from headrace.engine.request import RequestStatus, make_request
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.schedule import StepResult, pick_decode_bucket
@@ -28,100 +27,8 @@ CONFIG = {
     "decode_batch_sizes": (1, 2, 4),
     "prefill_shapes": ((1, 32), (2, 16)),
     "prefill_calls_per_decode": 1,
+    "prefix_cache": False,
 }
-
-
-def next_token(history):
-    """The fake model: any token depends on all before it."""
-    return zlib.crc32(bytes(history)) % VOCAB_SIZE
-
-
-@dataclasses.dataclass
-class Row:
-    """A slot's row, as the device keeps it."""
-
-    pages: list[int]
-    position: int  # of the last token
-    remaining: int
-    stop_ids: tuple[int, ...]
-    last_token: int | None = None  # not yet in the pages
-    is_active: bool = True
-
-
-class FakeDevice:
-    """Applies Schedules like the compiled steps do, with real pages and rows.
-
-    Tokens follow from what the pages hold, so a wrong page, row or order shows.
-    """
-
-    def __init__(self, num_slots, num_pages):
-        self.rows = [None] * num_slots
-        self.pages = [[None] * PAGE_SIZE for _ in range(num_pages)]
-
-    def step(self, schedule):
-        """Runs one step; returns (token ids, finish codes) with junk elsewhere."""
-        if schedule.slot_sources is not None:
-            assert sorted(schedule.slot_sources) == list(range(len(self.rows)))
-            self.rows = [self.rows[source] for source in schedule.slot_sources]
-        for slot in schedule.released:
-            if self.rows[slot] is not None:
-                self.rows[slot].is_active = False
-        tokens = np.full(len(self.rows), -7, np.int32)
-        finish = np.full(len(self.rows), 0, np.int32)
-        if schedule.decode:
-            for slot, row in enumerate(self.rows):
-                if row is not None and row.is_active:
-                    assert slot < schedule.num_rows
-                    self._write(row.pages, row.position, row.last_token)
-                    tokens[slot], finish[slot] = self._sample(row)
-        for chunk in schedule.prefill:
-            if (row := self._prefill(chunk)) is not None:
-                tokens[chunk.slot], finish[chunk.slot] = self._sample(row)
-        return tokens, finish
-
-    def _prefill(self, chunk):
-        request, end = chunk.request, chunk.start + chunk.length
-        for position in range(chunk.start, end):
-            token = request.prompt_token_ids[position]
-            self._write(request.pages, position, token)
-        if not chunk.is_last:
-            return None
-        if (old := self.rows[chunk.slot]) is not None:
-            assert not old.is_active, "the slot has another request"
-        row = Row(
-            pages=list(request.pages),
-            position=end - 1,
-            remaining=request.max_tokens,
-            stop_ids=request.stop_ids,
-        )
-        self.rows[chunk.slot] = row
-        return row
-
-    def _write(self, pages, position, token):
-        self.pages[pages[position // PAGE_SIZE]][position % PAGE_SIZE] = token
-
-    def _sample(self, row):
-        history = [
-            self.pages[row.pages[p // PAGE_SIZE]][p % PAGE_SIZE]
-            for p in range(row.position + 1)
-        ]
-        row.last_token = next_token(history)
-        row.position += 1
-        row.remaining -= 1
-        code = 1 if row.last_token in row.stop_ids else 2 * (row.remaining == 0)
-        row.is_active = code == 0
-        return row.last_token, code
-
-
-def tokens_alone(request):
-    """What the fake model gives the request in an engine of its own."""
-    history = list(request.prompt_token_ids)
-    output = []
-    while len(output) < request.max_tokens:
-        output.append(next_token([*history, *output]))
-        if output[-1] in request.stop_ids:
-            break
-    return output
 
 
 class Engine:
@@ -130,32 +37,47 @@ class Engine:
     With `lag` it schedules step N + 1 before it updates with step N.
     """
 
-    def __init__(self, lag=False, **changes):
+    def __init__(self, fake_device, lag=False, num_host_pages=0, **changes):
         config = EngineConfig(**{**CONFIG, **changes})
         self.config, self.lag = config, lag
         self.manager = KVCacheManager(config.num_pages, config.page_size)
         self.clock_s = 0.0
-        self.scheduler = Scheduler(config, self.manager, lambda: self.clock_s)
-        self.device = FakeDevice(config.num_slots, config.num_pages)
+        self.scheduler = Scheduler(
+            config, self.manager, lambda: self.clock_s, num_host_pages=num_host_pages
+        )
+        self.device = fake_device(config.num_slots, config.num_pages, num_host_pages)
         self.requests = []  # in order of arrival
-        self.chunks = {}
+        self.chunks, self.starts = {}, {}
+        self.num_resumed = 0
         self.pending = None
         self.num_paused, self.batch_rows, self.static_batch = 0, 0, set()
 
-    def request(self, name, prompt_len, max_tokens=4, **params):
-        """A request for `add`; it ignores the model's stop id 3 unless told."""
+    def request(self, name, prompt_len, max_tokens=4, *, fields=None, **params):
+        """A request for `add`; it ignores the model's stop id 3 unless told.
+
+        `fields` are those of the Request; the key "prompt" replaces its token ids.
+        """
+        fields = dict(fields or {})
         params = {"ignore_eos": True, "max_tokens": max_tokens, **params}
-        return make_request(
+        ids = fields.pop("prompt", None) or [
+            (7 * i + len(str(name)) + prompt_len) % VOCAB_SIZE
+            for i in range(prompt_len)
+        ]
+        request = make_request(
             str(name),
-            [
-                (7 * i + len(str(name)) + prompt_len) % VOCAB_SIZE
-                for i in range(prompt_len)
-            ],
+            ids,
             SamplingParams(**params),
             model_config=MODEL,
             engine_config=self.config,
-            arrival_s=0.0,
+            arrival_s=fields.pop("arrival_s", 0.0),
         )
+        for field, value in fields.items():
+            setattr(request, field, value)
+        if self.config.prefix_cache:
+            seed = chain_seed(model="", bit_class="", tenant=request.tenant or "")
+            names = name_pages(seed, request.prompt_token_ids, PAGE_SIZE)
+            request.page_names = names
+        return request
 
     def add(self, *requests):
         for request in requests:
@@ -165,20 +87,18 @@ class Engine:
     def step(self):
         """One turn; returns the schedule, None where nothing was to do."""
         self.clock_s += 1.0
-        could_decode = [
-            r
-            for r in self.requests
-            if r.status is RequestStatus.DECODING and r.num_dispatched < r.max_tokens
-        ]
         busy = {r.request_id for r in self.requests if self.is_running(r)}
         schedule = self.scheduler.schedule()
+        busy -= {r.request_id for r in self.requests if r.is_finished}
         result = None
         if schedule is not None:
-            self.check(schedule, could_decode, busy)
+            self.check(schedule, busy)
+            self.num_resumed += len(schedule.resumed)
             tokens, finish = self.device.step(schedule)
             result = StepResult(token_ids=tokens, finish_codes=finish)
         else:
-            assert self.pending or not self.scheduler.has_work
+            may_idle = self.pending or self.config.max_queue_delay_s
+            assert may_idle or not self.scheduler.has_work
         if self.lag:
             result_now, self.pending = self.pending, (schedule, result)
         else:
@@ -200,21 +120,31 @@ class Engine:
     def is_running(request):
         return request.status in (RequestStatus.PREFILLING, RequestStatus.DECODING)
 
-    def check(self, schedule, could_decode, busy):
+    def check(self, schedule, busy):
         running = [r for r in self.requests if self.is_running(r)]
         slots = [r.slot for r in running]
         assert len(slots) == len(set(slots)), "two requests in one slot"
-        pages = [page for r in running for page in r.pages]
-        assert len(pages) == len(set(pages)) and 0 not in pages
-        assert self.manager.num_free + len(pages) == self.config.num_pages - 1
-        live = [r.status for r in self.requests if not r.is_finished]
-        waits = [status is RequestStatus.WAITING for status in live]
-        assert waits == sorted(waits), "somebody overtook in the queue"
+        self.check_pages(running)
+        fresh = {c.request for c in schedule.prefill if c.is_last}
+        others = [
+            r
+            for r in running
+            if r.status is RequestStatus.DECODING
+            and r not in fresh
+            and r not in schedule.decode
+        ]
+        could_decode = [r for r in others if r.num_dispatched < r.max_tokens]
+        if self.config.policy in ("fcfs", "static") and not self.config.prefix_cache:
+            live = [r for r in self.requests if not r.is_finished]
+            waits = [not self.is_running(r) for r in live]
+            is_kept = self.scheduler.num_preemptions == 0
+            assert waits == sorted(waits) or not is_kept, "somebody overtook"
         self.check_prefill(schedule)
         if schedule.decode:
-            assert set(schedule.decode) == set(could_decode), "all decode, or none"
-            assert len(schedule.decode) == len(could_decode)
-            assert schedule.decode_slots == tuple(r.slot for r in schedule.decode)
+            assert not could_decode, "all decode, or none"
+            assert len(schedule.decode) == len(set(schedule.decode))
+            slots = [r.slot for r in schedule.decode]
+            assert schedule.decode_slots.tolist() == slots
         if self.config.policy == "static":
             self.check_static(schedule, running, busy)
             return
@@ -223,9 +153,24 @@ class Engine:
             sizes, len(running)
         ), "a smaller decode bucket would do"
         is_paused = bool(could_decode) and not schedule.decode
-        assert not is_paused or schedule.prefill
+        assert not is_paused or schedule.prefill or schedule.saves
         self.num_paused = self.num_paused + 1 if is_paused else 0
         assert self.num_paused < self.config.prefill_calls_per_decode
+
+    def check_pages(self, running):
+        """No page has two owners unless it is shared, and none is lost."""
+        assert all(0 not in r.pages for r in running)
+        held = {page for r in running for page in r.pages}
+        assert self.manager.num_free + len(held) == self.config.num_pages - 1
+        if not self.config.prefix_cache:
+            assert len(held) == sum(len(r.pages) for r in running)
+        if self.config.policy == "static":
+            return
+        for r in running:
+            assert len(r.pages) <= self.manager.pages_for(r.max_len)
+            if r.status is RequestStatus.DECODING:
+                spare = len(r.pages) * PAGE_SIZE - r.num_computed
+                assert spare <= PAGE_SIZE, "a page was taken too early"
 
     def check_prefill(self, schedule):
         rows = schedule.prefill
@@ -235,13 +180,27 @@ class Engine:
         )
         assert any(r >= len(rows) and t >= longest for r, t in shapes)
         order = [self.requests.index(c.request) for c in rows]
-        assert order == sorted(set(order))
+        assert len(order) == len(set(order))
+        if self.config.policy in ("fcfs", "static"):
+            assert order == sorted(order) or self.scheduler.num_preemptions
         for chunk in rows:
             assert chunk.slot == chunk.request.slot
-            done = self.chunks.setdefault(chunk.request.request_id, [])
-            assert chunk.start == sum(done)
+            request = chunk.request
+            if request.request_id not in self.chunks or self.restarts(chunk):
+                assert chunk.start == 0 or self.config.prefix_cache
+                self.chunks[request.request_id] = []
+                self.starts[request.request_id] = chunk.start
+            done = self.chunks[request.request_id]
+            assert chunk.start == self.starts[request.request_id] + sum(done)
             done.append(chunk.length)
-            assert chunk.is_last == (sum(done) == chunk.request.prompt_len)
+            end = chunk.start + chunk.length
+            assert chunk.is_last == (end == request.fill_len)
+
+    def restarts(self, chunk):
+        """Whether the chunk is the first after a preemption."""
+        name = chunk.request.request_id
+        end = self.starts[name] + sum(self.chunks[name])
+        return chunk.start != end and self.scheduler.num_preemptions > 0
 
     def check_static(self, schedule, running, busy):
         names = {r.request_id for r in running}
@@ -259,29 +218,31 @@ class Engine:
         assert self.manager.num_free == self.config.num_pages - 1
         assert self.scheduler.num_free_slots == self.config.num_slots
         for request in self.requests:
-            expected = tokens_alone(request)
+            expected = self.device.tokens_alone(request)
             got = request.output_token_ids
-            if request.finish_reason == "abort":
+            if request.finish_reason in ("abort", "deadline", "timeout"):
                 assert got == expected[: len(got)]
                 continue
             assert got == expected
             is_stop = bool(got) and got[-1] in request.stop_ids
             assert request.finish_reason == ("stop" if is_stop else "length")
+            if self.scheduler.num_preemptions or request.num_cached:
+                continue
             full, rest = divmod(request.prompt_len - 1, longest_chunk)
             lengths = [longest_chunk] * full + [rest + 1]
             assert self.chunks[request.request_id] == lengths
 
 
 @pytest.fixture(scope="session")
-def engine_of():
-    """The Engine class: a scheduler, its pages and a fake device."""
-    return Engine
+def engine_of(fake_device):
+    """Makes an Engine: a scheduler, its pages and a fake device."""
+    return functools.partial(Engine, fake_device)
 
 
 @pytest.fixture(scope="session")
-def alone():
+def alone(fake_device):
     """What a request gets in an engine of its own."""
-    return tokens_alone
+    return fake_device.tokens_alone
 
 
 @pytest.fixture(scope="session")

@@ -122,7 +122,9 @@ def test_the_cheapest_variant_and_the_smallest_buckets_serve_a_step(
     request = make(1, [1, 2], **params)
     for slot, bucket in ((1, 8), (10, 12)):
         request.slot = slot
-        schedule = Schedule(decode=(request,), decode_slots=(slot,), num_rows=slot + 1)
+        schedule = Schedule(
+            decode=(request,), decode_slots=np.array([slot]), num_rows=slot + 1
+        )
         plan = plan_step(schedule, tiny_config[1], layout_of(tiny_config[1]))
         assert (plan.decode_bucket, plan.sample_bucket) == (bucket, bucket)
         assert plan.variant == variant and plan.prefill_shape is None

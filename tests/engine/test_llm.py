@@ -49,7 +49,7 @@ def _mixed_params(count):
 
 
 def _free(llm):
-    return llm._manager.num_free, llm._scheduler.num_free_slots
+    return llm._loop._manager.num_free, llm._loop._scheduler.num_free_slots
 
 
 def test_forty_requests_together_give_what_each_gives_alone_bit_for_bit(tiny_llm):
@@ -135,7 +135,7 @@ def test_a_stream_that_is_dropped_frees_its_slot_and_pages(tiny_llm):
     del never_started
     gc.collect()
     assert _free(tiny_llm) == free
-    assert not tiny_llm._scheduler.has_work
+    assert not tiny_llm._loop._scheduler.has_work
 
 
 def test_two_streams_can_be_read_in_turn(tiny_llm):

@@ -1,0 +1,240 @@
+"""The one loop that drives everything, one turn at a time.
+
+    schedule -> plan (pad, pack) -> dispatch forward and sample
+             -> read the step before -> update
+
+A turn dispatches step N + 1 before it reads step N, so the device does not wait for
+the host. Owns scheduler, pages, runner, and each request's output; `LLM` and
+`AsyncLLM` are the ways to hold it.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.configs.schema import EngineConfig, ModelConfig
+from headrace.engine.batch import StepPlan, plan_step
+from headrace.engine.interrupts import interrupts_wait
+from headrace.engine.kv_cache_manager import KVCacheManager
+from headrace.engine.meter import Meter
+from headrace.engine.model_runner import ModelRunner
+from headrace.engine.prefix_hash import chain_seed, name_pages
+from headrace.engine.request import Request, make_request
+from headrace.engine.request_state import RequestState
+from headrace.engine.sampling_params import SamplingParams
+from headrace.engine.schedule import Schedule
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Takes requests, runs turns, hands out what came of them.
+
+    Every method may be called from any thread; `turn` runs by one at a time.
+
+    Args:
+      runner: compiled and warmed up.
+      config: resolved, with the buckets that the probe left.
+      model_config: of the runner's model.
+      tokenizer: None where the model has none.
+      identity: changes with the weights; cached pages are named after it.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        *,
+        tokenizer: Tokenizer | None,
+        identity: str,
+    ) -> None:
+        assert config.num_pages and config.max_context_len
+        self._runner, self._config, self._model_config = runner, config, model_config
+        self._tokenizer = tokenizer
+        self._identity = identity
+        self._manager = KVCacheManager(config.num_pages, config.page_size)
+        self._scheduler = Scheduler(
+            config, self._manager, num_host_pages=runner.host_pages.num_pages
+        )
+        self._states: dict[str, RequestState] = {}
+        self._ids = itertools.count()
+        self._in_flight: tuple[Schedule, StepPlan] | None = None
+        self._failure: str | None = None
+        self.meter = Meter(config.max_context_len)
+        self.lock = threading.RLock()
+
+    @property
+    def has_work(self) -> bool:
+        """Some request has not ended, or a step was not read."""
+        return self._scheduler.has_work or self._in_flight is not None
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        tenant: str | None = None,
+        uses_cache: bool = True,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
+    ) -> RequestState:
+        """Puts a request into the queue.
+
+        Args:
+          token_ids: of the prompt.
+          params: the user's.
+          prompt: the text behind the ids, for the output.
+          priority: lower runs first, under the policy "priority".
+          tenant: shares pages and a fair share with its own requests only.
+          uses_cache: may reuse pages and lets others reuse its own.
+          deadline_s: seconds from now after which it ends with what it has.
+          queue_timeout_s: seconds from now after which it ends if it has not begun.
+
+        Raises:
+          ValueError: the prompt or a value is out of its range.
+          QueueFullError: the queue's bound is reached.
+          RuntimeError: the engine has failed, or is closed.
+        """
+        with self.lock:
+            self._check_alive()
+            request = make_request(
+                str(next(self._ids)),
+                token_ids,
+                params,
+                prompt=prompt,
+                model_config=self._model_config,
+                engine_config=self._config,
+            )
+            request.priority, request.tenant = priority, tenant
+            for name, seconds in (
+                ("deadline_s", deadline_s),
+                ("queue_timeout_s", queue_timeout_s),
+            ):
+                if seconds is not None and not seconds > 0:
+                    raise ValueError(f"{name} must be above 0, got {seconds}")
+            if deadline_s is not None:
+                request.deadline_s = request.arrival_s + deadline_s
+            if queue_timeout_s is not None:
+                request.queue_deadline_s = request.arrival_s + queue_timeout_s
+            request.uses_cache = uses_cache and self._config.prefix_cache
+            if request.uses_cache:
+                request.page_names = self._page_names(request)
+            self._scheduler.add(request)
+            state = RequestState(request, self._tokenizer)
+            self._states[request.request_id] = state
+        return state
+
+    def new_id(self) -> str:
+        """An id for an output without a request."""
+        return str(next(self._ids))
+
+    def turn(self) -> list[RequestState]:
+        """Dispatches the next step and takes in the one before.
+
+        Returns:
+          Requests with news: tokens, or their end.
+
+        Raises:
+          RuntimeError: the engine has failed, now or before; every request that was
+            open has ended with finish_reason "error".
+        """
+        with self.lock, interrupts_wait():
+            self._check_alive()
+            try:
+                return self._turn()
+            except Exception as error:
+                self._fail(error)
+                raise RuntimeError(self._failure) from error
+
+    def drop(self, *states: RequestState) -> None:
+        """Forgets requests; one that still runs is ended."""
+        with self.lock:
+            for state in states:
+                request_id = state.request.request_id
+                if self._scheduler.abort(request_id) is not None:
+                    self.meter.count_end(state.request)
+                self._states.pop(request_id, None)
+
+    def close(self) -> None:
+        """Ends every request and frees the device memory."""
+        with self.lock:
+            if self._failure is None:
+                self._failure = "this engine is closed"
+            self._end_all("abort")
+            self._runner.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, gauges and histograms; see metrics. JSON-ready."""
+        with self.lock:
+            return self.meter.metrics.snapshot(*self._gauges()) | {
+                "prefix_cache_evictions": self._manager.stats.evictions,
+                "kv_pages_cached": self._manager.num_cached,
+            }
+
+    def _turn(self) -> list[RequestState]:
+        schedule = self._scheduler.schedule()
+        if schedule is not None:
+            plan = plan_step(schedule, self._config, self._runner.layout)
+            self._runner.dispatch(plan)
+        before, self._in_flight = self._in_flight, None
+        if schedule is not None:
+            self._in_flight = (schedule, plan)
+        self.meter.count_preemptions(self._scheduler.num_preemptions)
+        updated: list[Request] = []
+        if before is not None:
+            updated = self._take_in(*before)
+        elif schedule is None and self._scheduler.has_work:
+            time.sleep(0.001)  # an idle engine that waits for more prompts
+        line = self.meter.metrics.log_line(time.perf_counter(), *self._gauges())
+        if line is not None:
+            logger.info("%s", line)
+        overdue = self._scheduler.take_ended()
+        for request in overdue:
+            self.meter.count_end(request)
+        ended = [self._states[request.request_id] for request in overdue]
+        return [self._states[request.request_id] for request in updated] + ended
+
+    def _take_in(self, schedule: Schedule, plan: StepPlan) -> list[Request]:
+        """Reads a step and books its tokens."""
+        result = self._runner.read_step()
+        updated = self._scheduler.update(schedule, result)
+        self.meter.count_step(schedule, plan, len(updated))
+        for request in updated:
+            self._states[request.request_id].add_token()
+            self.meter.count_token(request)
+        return updated
+
+    def _gauges(self) -> tuple[int, int, float]:
+        """Running, waiting, and the share of pages in use."""
+        used = self._manager.num_used / (self._manager.num_pages - 1)
+        return self._scheduler.num_running, self._scheduler.num_waiting, used
+
+    def _page_names(self, request: Request) -> tuple[bytes, ...]:
+        # One class fills all prompts in invariant mode; fast mode makes no claim.
+        seed = chain_seed(
+            model=self._identity,
+            bit_class=f"filling:{self._config.numerics}",
+            tenant=request.tenant or "",
+        )
+        return name_pages(seed, request.prompt_token_ids, self._manager.page_size)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def _fail(self, error: Exception) -> None:
+        """Device arrays may be gone: nothing can go on, and nobody is left waiting."""
+        self._failure = f"the engine has failed and must be built anew: {error}"
+        self._end_all("error")
+
+    def _end_all(self, reason: Any) -> None:
+        for request_id in list(self._states):
+            self._scheduler.abort(request_id, reason)

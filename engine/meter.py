@@ -1,0 +1,74 @@
+"""Tells the metrics what happened in a turn, each event once. No jax."""
+
+import time
+
+from headrace.engine.batch import StepPlan
+from headrace.engine.metrics import Metrics, RequestTimes, StepFacts
+from headrace.engine.request import Request
+from headrace.engine.schedule import Schedule
+
+
+class Meter:
+    """Turns schedules and requests into the events of `Metrics`.
+
+    Args:
+      max_context_len: where the length histograms end.
+    """
+
+    def __init__(self, max_context_len: int) -> None:
+        self.metrics = Metrics(max_context_len=max_context_len)
+        self._last_read_s: float | None = None
+        self._num_preemptions = 0
+        self._admitted: set[int] = set()
+
+    def count_preemptions(self, total: int) -> None:
+        """Books those since the last call."""
+        for _ in range(total - self._num_preemptions):
+            self.metrics.on_preempt()
+        self._num_preemptions = total
+
+    def count_step(self, schedule: Schedule, plan: StepPlan, num_tokens: int) -> None:
+        """A step was read, which gave `num_tokens` tokens."""
+        now_s = time.perf_counter()
+        for chunk in schedule.prefill:
+            request = chunk.request
+            if request.number not in self._admitted:
+                self._admitted.add(request.number)
+                asked = request.prompt_len if request.uses_cache else 0
+                self.metrics.on_admit(request.prompt_len, request.num_cached, asked)
+        rows = len(schedule.decode)
+        self.metrics.on_step(
+            StepFacts(
+                prefill_tokens=sum(chunk.length for chunk in schedule.prefill),
+                decode_rows=rows,
+                decode_bucket_rows=plan.decode_bucket,
+                output_tokens=num_tokens,
+            )
+        )
+        if rows and self._last_read_s is not None:
+            self.metrics.on_tokens(now_s - self._last_read_s, rows)
+        self._last_read_s = now_s
+
+    def count_token(self, request: Request) -> None:
+        """A request got a token; it may be its first or its last."""
+        if len(request.output_token_ids) == 1 and request.first_token_s is not None:
+            self.metrics.on_first_token(request.first_token_s - request.arrival_s)
+        if request.is_finished:
+            self.count_end(request)
+
+    def count_end(self, request: Request) -> None:
+        """A request has ended."""
+        assert request.finished_s is not None and request.finish_reason is not None
+        self._admitted.discard(request.number)
+        self.metrics.on_finish(
+            RequestTimes(
+                arrival_s=request.arrival_s,
+                admitted_s=request.admitted_s,
+                first_token_s=request.first_token_s,
+                finished_s=request.finished_s,
+                num_prompt_tokens=request.prompt_len,
+                num_output_tokens=len(request.output_token_ids),
+                max_tokens=request.max_tokens,
+                finish_reason=request.finish_reason,
+            )
+        )

@@ -1,0 +1,125 @@
+"""Who holds which slot, and what a step needs of each in arrays. No jax.
+
+A slot is a row of the decode batch. Decoding requests have two counters per slot:
+`left`, tokens they may still be asked for, and `room`, tokens that still fit into the
+pages they hold. A steady step touches arrays only; lists of requests are made anew
+only after somebody came, went or moved.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.engine.compaction import plan_swaps, swaps_to_sources
+from headrace.engine.request import Request
+
+
+class RunningSet:
+    """Slots and the requests that decode in them.
+
+    Attributes:
+      left, room: [B] int64, meaningful for slots whose request decodes.
+    """
+
+    def __init__(self, num_slots: int, decode_batch_sizes: Sequence[int]) -> None:
+        self.holders: list[Request | None] = [None] * num_slots
+        self.left = np.zeros(num_slots, np.int64)
+        self.room = np.zeros(num_slots, np.int64)
+        self._decode_batch_sizes = tuple(decode_batch_sizes)
+        self._decodes = np.zeros(num_slots, bool)
+        self._is_stale = self._may_compact = True
+        self._rows: tuple[Request, ...] = ()
+        self._slots = np.zeros(0, np.int64)
+        self._num_rows = 0
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds."""
+        return self.holders.count(None)
+
+    @property
+    def num_rows(self) -> int:
+        """1 + the highest taken slot."""
+        self._refresh()
+        return self._num_rows
+
+    def place(self, request: Request) -> int:
+        """Gives the lowest free slot; there must be one."""
+        slot = self.holders.index(None)
+        self.holders[slot] = request
+        request.slot = slot
+        self._is_stale = self._may_compact = True
+        return slot
+
+    def vacate(self, slot: int) -> None:
+        """Nobody holds the slot any more."""
+        self.holders[slot] = None
+        self._decodes[slot] = False
+        self._is_stale = self._may_compact = True
+
+    def start_decode(self, slot: int, *, left: int, room: int) -> None:
+        """The slot's request decodes from the next pick on."""
+        self.left[slot], self.room[slot] = left, room
+        self._decodes[slot] = left > 0
+        self._is_stale = True
+
+    def stop_decode(self, slot: int) -> None:
+        """The slot's request decodes no more, but may keep the slot."""
+        self._decodes[slot] = False
+        self._is_stale = True
+
+    def decode_rows(self) -> tuple[tuple[Request, ...], np.ndarray]:
+        """Requests that can decode a token now, and their slots, ascending."""
+        self._refresh()
+        return self._rows, self._slots
+
+    def short_of_room(self) -> np.ndarray:
+        """Slots among them whose next token does not fit into their pages."""
+        slots = self.decode_rows()[1]
+        return slots[self.room[slots] <= 0]
+
+    def count_decode(self) -> None:
+        """Every request of `decode_rows` was asked for one token."""
+        slots = self._slots
+        self.left[slots] -= 1
+        self.room[slots] -= 1
+        done = slots[self.left[slots] <= 0]
+        if done.size:
+            self._decodes[done] = False
+            self._is_stale = True
+
+    def compact(self) -> tuple[int, ...] | None:
+        """Moves requests down where that saves a decode bucket.
+
+        Returns:
+          The permutation (new slot i takes old slot sources[i]), or None.
+        """
+        if not self._may_compact:
+            return None
+        self._may_compact = False
+        is_taken = [holder is not None for holder in self.holders]
+        swaps = plan_swaps(is_taken, self._decode_batch_sizes)
+        if not swaps:
+            return None
+        for low, high in swaps:
+            request = self.holders[high]
+            assert request is not None and self.holders[low] is None
+            request.slot = low
+            self.holders[low], self.holders[high] = request, None
+        sources = swaps_to_sources(swaps, len(self.holders))
+        for array in (self.left, self.room, self._decodes):
+            array[:] = array[list(sources)]
+        self._is_stale = True
+        return sources
+
+    def _refresh(self) -> None:
+        if not self._is_stale:
+            return
+        slots = np.flatnonzero(self._decodes)
+        rows = [self.holders[slot] for slot in slots.tolist()]
+        self._rows = tuple([row for row in rows if row is not None])
+        assert len(self._rows) == slots.size, "a decoding slot without a request"
+        self._slots = slots
+        taken = [slot for slot, holder in enumerate(self.holders) if holder is not None]
+        self._num_rows = taken[-1] + 1 if taken else 0
+        self._is_stale = False
