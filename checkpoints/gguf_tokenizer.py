@@ -2,8 +2,11 @@
 
 How text is cut before merging is not in the file but named by it
 (`tokenizer.ggml.pre`), and each name must be honoured: cutting digits apart or not
-changes the ids.
+changes the ids. In llama.cpp the name also implies defaults, so it does here.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -38,11 +41,29 @@ def _gpt2() -> pre_tokenizers.PreTokenizer:
     return _byte_level(use_regex=True)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pre:
+    """What a name under `tokenizer.ggml.pre` stands for.
+
+    Source: llama.cpp, src/llama-vocab.cpp, llama_vocab::impl::load.
+
+    Attributes:
+      split: makes the pre-tokenizer.
+      ignore_merges: a piece that is a token as a whole is that token, even where no
+        merges lead to it.
+      add_bos: holds where the file has no `tokenizer.ggml.add_bos_token`.
+    """
+
+    split: Callable[[], pre_tokenizers.PreTokenizer]
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
 _PRE_TOKENIZERS = {
-    "smollm": _smollm,
-    "llama-bpe": _llama3,
-    "gpt-2": _gpt2,
-    "default": _gpt2,
+    "smollm": _Pre(split=_smollm),
+    "llama-bpe": _Pre(split=_llama3, ignore_merges=True, add_bos=True),
+    "gpt-2": _Pre(split=_gpt2),
+    "default": _Pre(split=_gpt2),
 }
 
 
@@ -62,15 +83,17 @@ def tokenizer_spec(reader: gguf.GGUFReader) -> TokenizerSpec:
         raise ValueError(
             f"tokenizer.ggml.model {kind!r} is not supported; known: ['gpt2']"
         )
-    pre = field(reader, "tokenizer.ggml.pre", "default")
-    if pre not in _PRE_TOKENIZERS:
+    name = field(reader, "tokenizer.ggml.pre", "default")
+    if not isinstance(name, str) or name not in _PRE_TOKENIZERS:
         raise ValueError(
-            f"tokenizer.ggml.pre {pre!r} is not supported; known: "
+            f"tokenizer.ggml.pre {name!r} is not supported; known: "
             f"{sorted(_PRE_TOKENIZERS)}"
         )
+    pre = _PRE_TOKENIZERS[name]
     tokens = _texts(reader, "tokenizer.ggml.tokens")
-    tokenizer = Tokenizer(_byte_pairs(tokens, _texts(reader, "tokenizer.ggml.merges")))
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    merges = _texts(reader, "tokenizer.ggml.merges")
+    tokenizer = Tokenizer(_byte_pairs(tokens, merges, pre.ignore_merges))
+    tokenizer.pre_tokenizer = pre.split()
     tokenizer.decoder = decoders.ByteLevel()
     _add_special_tokens(tokenizer, reader, tokens)
     template = field(reader, "tokenizer.chat_template", "")
@@ -81,7 +104,7 @@ def tokenizer_spec(reader: gguf.GGUFReader) -> TokenizerSpec:
         chat_template=template or None,
         bos_token=_text_of(reader, "bos", tokens),
         eos_token=_text_of(reader, "eos", tokens),
-        add_bos=bool(field(reader, "tokenizer.ggml.add_bos_token", False)),
+        add_bos=bool(field(reader, "tokenizer.ggml.add_bos_token", pre.add_bos)),
     )
 
 
@@ -120,12 +143,14 @@ def _texts(reader: gguf.GGUFReader, key: str) -> list[str]:
     return found
 
 
-def _byte_pairs(tokens: list[str], merges: list[str]) -> models.BPE:
+def _byte_pairs(
+    tokens: list[str], merges: list[str], ignore_merges: bool
+) -> models.BPE:
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ValueError("tokenizer.ggml.tokens has a token twice")
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     try:
-        return models.BPE(vocab=vocab, merges=pairs)
+        return models.BPE(vocab=vocab, merges=pairs, ignore_merges=ignore_merges)
     except Exception as error:  # the package raises plain Exception
         raise ValueError(f"tokenizer.ggml.merges is damaged: {error}") from None

@@ -38,6 +38,8 @@ GGUF_NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 
+TOKENS = ("a", "b", "1", "2", "12", "<s>", "</s>")
+
 
 @pytest.fixture
 def tensors():
@@ -84,7 +86,15 @@ def permute(w_OD, heads):
 def write_gguf(tmp_path):
     """Writes the tensors as llama.cpp would; `edit(writer)` may add keys."""
 
-    def write(tensors, *, architecture="llama", pre="gpt-2", extra=(), edit=None):
+    def write(
+        tensors,
+        *,
+        architecture="llama",
+        pre="gpt-2",
+        tokens=TOKENS,
+        extra=(),
+        edit=None,
+    ):
         path = tmp_path / "model.gguf"
         writer = gguf.GGUFWriter(path, architecture)
         writer.add_context_length(64)
@@ -97,7 +107,7 @@ def write_gguf(tmp_path):
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
-        writer.add_token_list(["a", "b", "1", "2", "12", "<s>", "</s>"])
+        writer.add_token_list(tokens)
         writer.add_token_types([1, 1, 1, 1, 1, 3, 3])
         writer.add_token_merges(["1 2"])
         writer.add_bos_token_id(5)

@@ -11,6 +11,7 @@ from headrace.checkpoints.cache_dir import cache_dir
 from headrace.checkpoints.gguf_reader import open_gguf
 from headrace.checkpoints.gguf_tokenizer import tokenizer_spec
 from headrace.checkpoints.load import load_checkpoint
+from headrace.engine.tokenizer import HFTokenizer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "smollm2_135m_greedy.json"
 
@@ -30,6 +31,25 @@ def test_tokenizer_carries_template_and_special_tokens(tensors, write_gguf):
 def test_pre_tokenizer_decides_whether_digits_merge(tensors, write_gguf, pre, ids):
     spec = load_checkpoint(write_gguf(tensors, pre=pre)).tokenizer
     assert Tokenizer.from_str(spec.tokenizer_json).encode("12").ids == ids
+
+
+@pytest.mark.parametrize("pre, ids", [("llama-bpe", [5, 3]), ("gpt-2", [4, 0])])
+def test_llama_bpe_takes_whole_tokens_before_merges_and_starts_with_bos(
+    tensors, write_gguf, pre, ids
+):
+    """llama.cpp implies both by the name; llama-bpe used to give [4, 0], too."""
+    # No merge leads to the token `123`.
+    tokens = ["3", "1", "2", "123", "12", "<s>", "</s>"]
+    spec = load_checkpoint(write_gguf(tensors, pre=pre, tokens=tokens)).tokenizer
+    assert HFTokenizer(spec).encode("123") == ids
+
+
+def test_file_says_whether_a_prompt_starts_with_bos(tensors, write_gguf):
+    def edit(writer):
+        writer.add_add_bos_token(False)
+
+    path = write_gguf(tensors, pre="llama-bpe", edit=edit)
+    assert not load_checkpoint(path).tokenizer.add_bos
 
 
 def test_file_without_a_tokenizer_says_so(tensors, write_gguf):
