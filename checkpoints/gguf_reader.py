@@ -148,6 +148,8 @@ def model_config(reader: gguf.GGUFReader) -> ModelConfig:
         return whole_number(reader, f"llama.{key}", default)
 
     dim, heads = get("embedding_length"), get("attention.head_count")
+    head_dim = get("attention.key_length", dim // max(heads, 1))
+    _check_rotation(reader, head_dim)
     stop_ids = [token_id(reader, key) for key in ("eos", "eot")]
     return ModelConfig(
         family="llama",
@@ -156,7 +158,7 @@ def model_config(reader: gguf.GGUFReader) -> ModelConfig:
         ffw_dim=get("feed_forward_length"),
         num_heads=heads,
         num_kv_heads=get("attention.head_count_kv", heads),
-        head_dim=get("attention.key_length", dim // max(heads, 1)),
+        head_dim=head_dim,
         vocab_size=_vocab_size(reader),
         context_len=get("context_length"),
         rope_base=_number(reader, "llama.rope.freq_base", 10000.0),
@@ -168,6 +170,35 @@ def model_config(reader: gguf.GGUFReader) -> ModelConfig:
         bos_id=token_id(reader, "bos"),
         stop_ids=tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
     )
+
+
+def _check_rotation(reader: gguf.GGUFReader, head_dim: int) -> None:
+    """Refuses every other rotation than the plain one of whole heads.
+
+    llama.cpp takes a scaling without a type as linear, and a factor of 0 as none;
+    plain files that it wrote itself say "linear" with 0.
+    """
+    kind = field(reader, "llama.rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise ValueError(
+            f"llama.rope.scaling.type {kind!r} is not supported; known: ['none']"
+        )
+    legacy = _number(reader, "llama.rope.scale_linear", 1.0)
+    factor = _number(reader, "llama.rope.scaling.factor", legacy)
+    if kind == "linear" and factor not in (0.0, 1.0):
+        raise ValueError(
+            f"llama.rope.scaling.type 'linear' is supported with the factor 1 only, "
+            f"got {factor}"
+        )
+    attention = _number(reader, "llama.rope.scaling.attn_factor", 1.0)
+    if attention != 1.0:
+        raise ValueError(f"llama.rope.scaling.attn_factor must be 1, got {attention}")
+    rotated = whole_number(reader, "llama.rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise ValueError(
+            f"llama.rope.dimension_count must be the head's {head_dim}, since rotating "
+            f"a part of a head is not supported, got {rotated}"
+        )
 
 
 def token_id(reader: gguf.GGUFReader, name: str) -> int | None:

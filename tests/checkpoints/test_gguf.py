@@ -2,6 +2,7 @@
 
 import hashlib
 
+import gguf
 import numpy as np
 import pytest
 
@@ -47,6 +48,43 @@ def test_unsupported_file_is_refused_by_name(tensors, write_gguf, options, messa
     path = write_gguf(tensors, **options)
     with pytest.raises(ValueError, match=message):
         load_checkpoint(path)
+
+
+LINEAR = gguf.RopeScalingType.LINEAR
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "'yarn' is not"),
+        (
+            lambda w: [w.add_rope_scaling_type(LINEAR), w.add_rope_scaling_factor(4.0)],
+            "'linear' is supported with the factor 1 only, got 4.0",
+        ),
+        (lambda w: w.add_rope_scaling_factor(2.0), "factor 1 only, got 2.0"),
+        (lambda w: w.add_float32("llama.rope.scale_linear", 8.0), "1 only, got 8.0"),
+        (lambda w: w.add_rope_scaling_attn_factors(1.5), "attn_factor must be 1, got"),
+        (lambda w: w.add_rope_dimension_count(4), "must be the head's 8, .* got 4"),
+    ],
+)
+def test_rotation_that_is_not_computed_is_refused(tensors, write_gguf, edit, message):
+    """These keys used to be ignored: the model ran with the plain rotation."""
+    with pytest.raises(ValueError, match=f"model.gguf: llama.rope.*{message}"):
+        load_checkpoint(write_gguf(tensors, edit=edit))
+
+
+@pytest.mark.parametrize(
+    "kind, factor", [(gguf.RopeScalingType.NONE, 4.0), (LINEAR, 0.0), (LINEAR, 1.0)]
+)
+def test_scaling_that_changes_nothing_is_accepted(
+    tensors, write_gguf, tiny_model, kind, factor
+):
+    def edit(writer):
+        writer.add_rope_scaling_type(kind)
+        writer.add_rope_scaling_factor(factor)
+        writer.add_rope_dimension_count(8)
+
+    assert load_checkpoint(write_gguf(tensors, edit=edit)).config == tiny_model
 
 
 @pytest.mark.parametrize(
