@@ -78,7 +78,8 @@ def render(
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    if isinstance(messages, str | Mapping) or not messages:
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not is_list or not messages:
         raise ValueError(f"messages must be a non-empty list, got {messages!r:.80}")
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping):

@@ -110,6 +110,7 @@ def test_model_without_template_says_so():
         [],
         "hello",
         {"role": "user", "content": "x"},
+        5,
         ["hello"],
         [{"role": "user"}],
         [{"content": "x"}],
