@@ -172,6 +172,10 @@ def make_request(
 
 def _checked_ids(name: str, ids: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
     """The ids as plain ints in [0, vocab_size)."""
+    try:
+        ids = iter(ids)
+    except TypeError:
+        raise ValueError(f"{name} must be a list of token ids, got {ids!r}") from None
     checked = []
     for place, item in enumerate(ids):
         try:
