@@ -11,8 +11,10 @@ completes the bare text. Text goes to standard output, all else to standard erro
 
 import json
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TextIO
 
+import tqdm
 from absl import app, flags
 
 from headrace.engine import chat_template
@@ -26,6 +28,7 @@ from headrace.scripts.prompts_file import (
     read_rows,
     result_fields,
     results_file,
+    whole_output,
 )
 
 FLAGS = flags.FLAGS
@@ -73,23 +76,30 @@ def run(words: list[str]) -> int:
     """
     source, prompt = _source(words)
     params = sampling_params()
-    rows = read_rows(FLAGS.prompts_file, params) if source == "prompts_file" else []
-    llm = engine_flags.build_llm()
-    if FLAGS.verbosity >= 1:
-        print(llm.ledger.table(), file=sys.stderr)
     if source == "prompts_file":
-        return run_file(llm, rows)
+        rows = read_rows(FLAGS.prompts_file, params)
+        # Before the engine, whose start takes a while: a wrong path is told at once.
+        with results_file(FLAGS.out) as file:
+            return run_file(_build_llm(), rows, file)
+    llm = _build_llm()
     if source == "interactive":
         return converse(llm, params)
     show(llm, _conversation(llm, prompt) or _bare_prompt(llm, prompt), params)
     return 0
 
 
+def _build_llm() -> Any:
+    llm = engine_flags.build_llm()
+    if FLAGS.verbosity >= 1:
+        print(llm.ledger.table(), file=sys.stderr)
+    return llm
+
+
 def _source(words: list[str]) -> tuple[str, str]:
     """Where the prompt comes from, and the prompt if there is one already."""
     given = {
         "prompt": FLAGS.prompt,
-        "words": " ".join(words) or None,
+        "words": " ".join(words) if words else None,
         "chat": FLAGS.chat,
         "prompts_file": FLAGS.prompts_file,
         "interactive": FLAGS.interactive or None,
@@ -101,14 +111,17 @@ def _source(words: list[str]) -> tuple[str, str]:
         raise ValueError("--raw leaves the chat template out; drop --chat and --system")
     if FLAGS.out is not None and FLAGS.prompts_file is None:
         raise ValueError("--out holds the results of --prompts_file, which is not set")
+    source, text = "prompt", ""
     if named:
-        return named[0], str(given[named[0]])
-    if sys.stdin.isatty():
-        return "interactive", ""
-    text = sys.stdin.read().strip("\n")
-    if not text:
+        source = named[0]
+        text = str(given[source])
+    elif sys.stdin.isatty():
+        source = "interactive"
+    else:
+        text = sys.stdin.read().strip("\n")
+    if not text and source != "interactive":
         raise ValueError("no prompt: give one as an argument, or --help for the flags")
-    return "prompt", text
+    return source, text
 
 
 def _has_template(llm: Any) -> bool:
@@ -211,31 +224,35 @@ def converse(llm: Any, params: SamplingParams) -> int:
             history = [*messages, {"role": "assistant", "content": reply}]
 
 
-def run_file(llm: Any, rows: list[PromptRow]) -> int:
-    """Runs a file's rows together; returns 1 if any of them could not run."""
-    outputs: dict[int, RequestOutput] = {}
-    ready: dict[int, Any] = {}
-    for place, row in enumerate(rows):
-        try:
-            ready[place] = _file_prompt(llm, row)
-        except ValueError as error:
-            outputs[place] = error_output(Prompt(), str(place), str(error))
-    try:
-        params = [rows[place].params for place in ready]
-        bar = sys.stderr.isatty()
-        done = llm.generate(list(ready.values()), params, use_tqdm=bar) if ready else []
-    except ValueError as error:
-        if len(ready) > 1:
-            raise
-        done = [error_output(Prompt(), "0", str(error))]
-    outputs |= dict(zip(ready, done, strict=True))
-    with results_file(FLAGS.out) as file:
-        for place, row in enumerate(rows):
-            print(json.dumps(result_fields(row, outputs[place])), file=file)
-    failed = [row.id for place, row in enumerate(rows) if outputs[place].error]
+def run_file(llm: Any, rows: list[PromptRow], file: TextIO) -> int:
+    """Runs a file's rows together; returns 1 if any of them could not run.
+
+    Results are written in the order of the rows, each once it and all before it have
+    finished.
+    """
+    started = [_start_row(llm, row) for row in rows]
+    failed = []
+    # Lines of results and a bar on the same terminal would break each other.
+    quiet = file is sys.stdout or not sys.stderr.isatty()
+    with tqdm.tqdm(started, disable=quiet, unit="row") as bar:
+        for row, pieces in zip(rows, bar, strict=True):
+            output = whole_output(pieces)
+            print(json.dumps(result_fields(row, output)), file=file, flush=True)
+            if output.error:
+                failed.append(row.id)
     if failed:
         print(f"error: {len(failed)} of {len(rows)} failed: {failed}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _start_row(llm: Any, row: PromptRow) -> Iterable[RequestOutput]:
+    """The row's stream; where it cannot run, its error as the only output."""
+    try:
+        if row.error is not None:
+            raise ValueError(row.error)
+        return llm.stream(_file_prompt(llm, row), row.params)
+    except ValueError as error:
+        return [error_output(Prompt(), str(row.id), str(error))]
 
 
 def _file_prompt(llm: Any, row: PromptRow) -> Any:

@@ -3,6 +3,8 @@
 A `.jsonl` file holds one object a line: `prompt`, `prompt_token_ids` or `messages`,
 an optional `id`, and any field of SamplingParams, which replaces the flag's value.
 Every other file holds one prompt a line. Lines that are blank are skipped.
+A line that is malformed stops everything before an engine is built; content of a wrong
+type is that row's error alone.
 """
 
 import contextlib
@@ -10,10 +12,11 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from headrace.engine.outputs import RequestOutput
+from headrace.engine.prompts import as_prompt_or_error
 from headrace.engine.sampling_params import SamplingParams
 
 CONTENTS = ("prompt", "prompt_token_ids", "messages")
@@ -24,16 +27,20 @@ class PromptRow:
     """One line of the file.
 
     Attributes:
-      id: from the file, or the line's number from 0.
+      id: from the file, or the row's number from 0.
+      line: number of the line from 1.
       kind: "line" for a plain text line, else one of CONTENTS.
       content: what stands under that key.
       params: sampling of this row.
+      error: why it cannot run, None if it looks sound.
     """
 
     id: str | int
+    line: int
     kind: str
     content: Any
     params: SamplingParams
+    error: str | None = None
 
 
 def read_rows(path: str, params: SamplingParams) -> list[PromptRow]:
@@ -47,24 +54,33 @@ def read_rows(path: str, params: SamplingParams) -> list[PromptRow]:
       ValueError: no prompt in the file, or a line that is wrong; it is named.
       OSError: the file cannot be read.
     """
-    rows = []
+    rows: list[PromptRow] = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                rows.append(_row(path, line, len(rows), params))
+                if path.endswith(".jsonl"):
+                    row = _json_row(line, params, index=len(rows), number=number)
+                else:
+                    row = PromptRow(
+                        id=len(rows),
+                        line=number,
+                        kind="line",
+                        content=line.rstrip("\r\n"),
+                        params=params,
+                    )
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
+            rows.append(row)
     if not rows:
         raise ValueError(f"{path} holds no prompt")
     return rows
 
 
-def _row(path: str, line: str, index: int, params: SamplingParams) -> PromptRow:
-    if not path.endswith(".jsonl"):
-        text = line.rstrip("\r\n")
-        return PromptRow(id=index, kind="line", content=text, params=params)
+def _json_row(
+    line: str, params: SamplingParams, *, index: int, number: int
+) -> PromptRow:
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError(f"wants a JSON object, got {type(fields).__name__}")
@@ -77,7 +93,23 @@ def _row(path: str, line: str, index: int, params: SamplingParams) -> PromptRow:
     if unknown := sorted(set(fields) - known):
         raise ValueError(f"unknown keys {unknown}; known: {sorted(known)}")
     changed = dataclasses.replace(params, **fields)
-    return PromptRow(id=row_id, kind=given[0], content=content, params=changed)
+    return PromptRow(
+        id=row_id,
+        line=number,
+        kind=given[0],
+        content=content,
+        params=changed,
+        error=_content_error(given[0], content),
+    )
+
+
+def _content_error(kind: str, content: Any) -> str | None:
+    """What is wrong with the content's type; the engine looks at the values."""
+    if kind == "messages":
+        is_list = isinstance(content, list)
+        return None if is_list else f"messages must be a list, got {content!r:.80}"
+    prompt = as_prompt_or_error({kind: content})
+    return str(prompt) if isinstance(prompt, ValueError) else None
 
 
 def result_fields(row: PromptRow, output: RequestOutput) -> dict[str, Any]:
@@ -91,7 +123,7 @@ def result_fields(row: PromptRow, output: RequestOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "seed": completion.seed,
-        "error": output.error,
+        "error": output.error and f"line {row.line}: {output.error}",
     }
     if completion.logprobs is not None:
         fields["cumulative_logprob"] = completion.cumulative_logprob
@@ -102,13 +134,47 @@ def result_fields(row: PromptRow, output: RequestOutput) -> dict[str, Any]:
     return fields
 
 
+def whole_output(pieces: Iterable[RequestOutput]) -> RequestOutput:
+    """A stream's deltas as one output, as if it had not been streamed."""
+    text, token_ids, logprobs = "", [], []
+    for output in pieces:
+        piece = output.outputs[0]
+        text += piece.text
+        token_ids += piece.token_ids
+        logprobs += piece.logprobs or ()
+    joined = dataclasses.replace(
+        piece,
+        text=text,
+        token_ids=token_ids,
+        logprobs=None if piece.logprobs is None else logprobs,
+    )
+    return dataclasses.replace(output, outputs=[joined])
+
+
 @contextlib.contextmanager
 def results_file(path: str | None) -> Iterator[TextIO]:
-    """Standard output, or a file that appears under its name once it is whole."""
+    """Standard output, or a file that appears under its name once it is whole.
+
+    Until then it is called `path`.partial, where what was written stays after an
+    interruption.
+
+    Raises:
+      ValueError: `path` is empty or a folder.
+      OSError: the file cannot be written.
+    """
     if path is None:
         yield sys.stdout
         return
+    if not path or os.path.isdir(path):
+        raise ValueError(f"the results need the name of a file, got {path!r}")
     partial = f"{path}.partial"
     with open(partial, "w", encoding="utf-8") as file:
-        yield file
+        try:
+            yield file
+        except BaseException:
+            if file.tell():
+                print(f"the rows that finished are in {partial}", file=sys.stderr)
+            else:
+                os.unlink(partial)
+            raise
     os.replace(partial, path)

@@ -117,7 +117,10 @@ class FakeLLM:
         return outputs
 
     def stream(self, prompt, sampling_params=None):
-        whole = self._answer(prompt, sampling_params)
+        # Not a generator itself: like the engine's, this call refuses a bad prompt.
+        return self._pieces(self._answer(prompt, sampling_params))
+
+    def _pieces(self, whole):
         completion = whole.outputs[0]
         for place, token in enumerate(completion.token_ids):
             is_last = place + 1 == len(completion.token_ids)

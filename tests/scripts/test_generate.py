@@ -76,7 +76,11 @@ def test_logprobs_are_printed_after_the_text(fake_llm, run_main, capsys):
         (["--raw", "--chat=x"], "--raw leaves the chat template out"),
         (["--out=o.jsonl", "x"], "--out holds the results of --prompts_file"),
         (["--prompts_file=nowhere.jsonl"], "nowhere.jsonl"),
-        (["--raw", "--prompt="], "at least 1 token"),
+        ([f"--prompts_file={__file__}", "--out="], "the name of a file, got ''"),
+        (["--prompt="], "no prompt: give one"),
+        (["--raw", "--prompt="], "no prompt: give one"),
+        (["--chat="], "no prompt: give one"),
+        ([""], "no prompt: give one"),
     ],
 )
 def test_refusal_is_one_line_and_exit_code_one(
@@ -151,18 +155,91 @@ def test_jsonl_file_mixes_all_kinds_and_keeps_their_order(fake_llm, run_main, tm
     assert list(tmp_path.glob("*.partial")) == []
 
 
-def test_failed_row_does_not_harm_the_others_and_shows_in_the_exit_code(
-    fake_llm, run_main, tmp_path, capsys
-):
-    rows = [{"prompt": "a"}, {"prompt_token_ids": []}, {"messages": "no list"}]
-    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+def run_rows(run_main, tmp_path, rows, *, out="out.jsonl"):
+    """Runs rows as a .jsonl file; returns the exit code and the path of the results."""
+    path, out = tmp_path / "in.jsonl", tmp_path / out
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert run_main(generate, f"--prompts_file={path}", f"--out={out}") == 1
+    return run_main(generate, f"--prompts_file={path}", f"--out={out}"), out
+
+
+BAD_ROWS = [
+    ({"prompt": 5}, "'prompt' must be a str, got int"),
+    ({"prompt": None}, "needs a value, got None"),
+    ({"prompt": ["a"]}, "'prompt' must be a str, got list"),
+    ({"prompt_token_ids": None}, "needs a value, got None"),
+    ({"prompt_token_ids": 5}, "'prompt_token_ids' must be a list of token ids, got 5"),
+    ({"prompt_token_ids": {"5": 6}}, "must be a list of token ids, got {'5': 6}"),
+    ({"prompt_token_ids": []}, "at least 1 token"),
+    ({"messages": "no list"}, "messages must be a list, got 'no list'"),
+    ({"messages": 5}, "messages must be a list, got 5"),
+    ({"messages": []}, "messages must be a non-empty list"),
+    ({"messages": [5]}, "message 0 must be a mapping"),
+]
+
+
+@pytest.mark.parametrize("bad, message", BAD_ROWS)
+def test_bad_row_is_an_error_that_names_its_line_and_the_others_run(
+    fake_llm, run_main, tmp_path, capsys, bad, message
+):
+    """A wrong type used to fail the whole file once the engine was built."""
+    rows = [{"prompt": "a"}, {"id": "x"} | bad, {"prompt": "b"}]
+    code, out = run_rows(run_main, tmp_path, rows)
     results = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r["text"] for r in results] == ["A", "", ""]
-    assert "at least 1 token" in results[1]["error"]
-    assert "messages must be" in results[2]["error"]
-    assert "2 of 3 failed: [1, 2]" in capsys.readouterr().err
+    assert [r["text"] for r in results] == ["A", "", "B"]
+    assert [r["finish_reason"] for r in results] == ["length", "error", "length"]
+    assert results[1]["error"].startswith("line 2: ") and message in results[1]["error"]
+    assert code == 1
+    assert "1 of 3 failed: ['x']" in capsys.readouterr().err
+
+
+def test_file_of_one_bad_row_has_its_error_as_result(fake_llm, run_main, tmp_path):
+    code, out = run_rows(run_main, tmp_path, [{"prompt_token_ids": []}])
+    (line,) = out.read_text().splitlines()
+    assert code == 1 and "line 1: the prompt must have" in json.loads(line)["error"]
+
+
+@pytest.mark.parametrize("out", ["nowhere/out.jsonl", "a_folder"])
+def test_results_that_cannot_be_written_are_told_before_the_engine_is_built(
+    run_main, tmp_path, capsys, monkeypatch, out
+):
+    """The file used to be opened once everything had run: all of it was lost."""
+    monkeypatch.delattr(generate.engine_flags, "build_llm")
+    (tmp_path / "a_folder").mkdir()
+    code, out = run_rows(run_main, tmp_path, [{"prompt": "a"}], out=out)
+    assert code == 1
+    err = capsys.readouterr().err
+    assert str(out) in err and err.count("\n") == 1
+
+
+def test_rows_that_finished_are_kept_when_the_run_breaks_off(
+    fake_llm, run_main, tmp_path, capsys, monkeypatch
+):
+    def stream(prompt, params, start=fake_llm.stream):
+        return breaks_off() if prompt["prompt"] == "b" else start(prompt, params)
+
+    def breaks_off():
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(fake_llm, "stream", stream)
+    with pytest.raises(KeyboardInterrupt):
+        run_rows(run_main, tmp_path, [{"prompt": "a"}, {"prompt": "b"}])
+    (partial,) = tmp_path.glob("out*")
+    assert partial.name == "out.jsonl.partial"
+    assert json.loads(partial.read_text())["text"] == "A"
+    assert f"the rows that finished are in {partial}" in capsys.readouterr().err
+
+
+def test_run_that_breaks_off_before_any_row_leaves_no_file(
+    run_main, tmp_path, capsys, monkeypatch
+):
+    def build_llm():
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(generate.engine_flags, "build_llm", build_llm)
+    code, _ = run_rows(run_main, tmp_path, [{"prompt": "a"}])
+    assert (code, capsys.readouterr().err) == (1, "error: no such model\n")
+    assert list(tmp_path.glob("out*")) == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from headrace.engine.sampling_params import SamplingParams
 from headrace.scripts import bench_throughput, engine_flags, generate
 
 IDS = [5, 6, 7, 8]
@@ -32,6 +33,30 @@ def test_prompt_of_ids_gives_the_same_ids_alone_and_in_a_file(
         "length", "length", "error", "length",
     ]  # fmt: skip
     assert "[0, 511]" in results[2]["error"]
+
+
+@pytest.mark.usefixtures("built")
+def test_row_of_a_file_equals_what_generate_gives(run_main, tiny_llm, tmp_path, capsys):
+    values = dict(max_tokens=9, temperature=1.0, seed=3, logprobs=2, ignore_eos=True)
+    rows = [{"prompt_token_ids": ids} | values for ids in ([9] * 40, IDS)]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert run_main(generate, f"--prompts_file={path}") == 0
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    prompts, params = (
+        [row["prompt_token_ids"] for row in rows],
+        SamplingParams(**values),
+    )
+    outputs = tiny_llm.generate(prompts, params, use_tqdm=False)
+    for result, output in zip(results, outputs, strict=True):
+        one = output.outputs[0]
+        assert result["token_ids"] == one.token_ids and len(one.token_ids) == 9
+        assert result["cumulative_logprob"] == one.cumulative_logprob
+        assert [list(map(int, step)) for step in result["logprobs"]] == [
+            list(step) for step in one.logprobs
+        ]
+        assert (result["seed"], result["finish_reason"]) == (3, "length")
+        assert result["num_prompt_tokens"] == len(output.prompt_token_ids)
 
 
 @pytest.mark.usefixtures("built")
