@@ -86,10 +86,8 @@ def build_llm() -> Any:
     from headrace import LLM  # jax is imported only once the flags are sound
 
     FLAGS = flags.FLAGS
-    # At --verbosity=1 their debug lines would bury ours.
-    for name in ("jax", "orbax", "absl"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     model, engine = engine_settings()
+    _quieten_logs()
     if model is not None and FLAGS.model is None:
         from headrace.checkpoints.synthetic import synthetic_checkpoint
         from headrace.engine.device_facts import device_facts
@@ -102,6 +100,22 @@ def build_llm() -> Any:
     if model is not None:
         _check_same_shapes(llm.model_config, model)
     return llm
+
+
+def _quieten_logs() -> None:
+    """Below --verbosity=1 one line stands for those about each compiled program."""
+    is_quiet = flags.FLAGS.verbosity < 1
+    if is_quiet:
+        print(
+            "starting; the first time this compiles for a minute or more "
+            "(--verbosity=1 shows what)",
+            file=sys.stderr,
+        )
+    engine_level = logging.WARNING if is_quiet else logging.INFO
+    logging.getLogger("headrace.engine").setLevel(engine_level)
+    # At --verbosity=1 their debug lines would bury ours.
+    for name in ("jax", "orbax", "absl"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _check_same_shapes(weights: ModelConfig, config: ModelConfig) -> None:

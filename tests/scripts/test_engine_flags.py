@@ -1,4 +1,6 @@
-"""The engine flags: what config they give, and what they refuse."""
+"""The engine flags: what config they give, and what they refuse and print."""
+
+import logging
 
 import pytest
 from absl import flags
@@ -84,3 +86,23 @@ def test_config_alone_gives_random_weights_of_its_model(monkeypatch):
     assert (engine, cache_dir) == (tiny_engine, "/c")
     assert checkpoint.tokenizer is None
     assert checkpoint.identity == synthetic_checkpoint(tiny, seed=5).identity
+
+
+@pytest.mark.parametrize("verbosity, shows", [(0, False), (1, True)])
+def test_lines_about_compiled_programs_are_shown_when_asked_for(
+    monkeypatch, capsys, verbosity, shows
+):
+    """A start used to print some 25 of them before the answer."""
+
+    class Fake:
+        @staticmethod
+        def from_checkpoint(*_, **__):
+            pass
+
+    monkeypatch.setattr("headrace.LLM", Fake, raising=False)
+    with flagsaver.flagsaver():
+        flags.FLAGS(["script", "--config=tiny", f"--verbosity={verbosity}"])
+        engine_flags.build_llm()
+    logger = logging.getLogger("headrace.engine.model_runner")
+    assert logger.isEnabledFor(logging.INFO) == shows
+    assert capsys.readouterr().err.count("starting; the first time") == (not shows)
