@@ -3,18 +3,21 @@
 One process, no globals: `del llm` (or `close`) frees the device memory.
 """
 
+import dataclasses
 import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import tqdm
 
 from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
 from headrace.checkpoints.load import Checkpoint, load_checkpoint
 from headrace.configs.schema import EngineConfig
 from headrace.engine import chat_template, prompts, sizing
+from headrace.engine.admission import QueueFullError
 from headrace.engine.device_facts import device_facts, place_params
 from headrace.engine.ledger import Ledger
 from headrace.engine.loop import EngineLoop
@@ -70,8 +73,17 @@ class LLM:
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> "LLM":
         """An engine over weights at hand, such as synthetic ones."""
+        facts = device_facts()
+        # Sizing counts the weights itself; those already placed are not free memory.
+        leaves = jax.tree.leaves(checkpoint.params)
+        placed = sum(x.nbytes for x in leaves if isinstance(x, jax.Array))
         llm = cls.__new__(cls)
-        llm._start(checkpoint, _as_config(config), device_facts(), cache_dir)
+        llm._start(
+            checkpoint,
+            _as_config(config),
+            dataclasses.replace(facts, free_bytes=facts.free_bytes + placed),
+            cache_dir,
+        )
         return llm
 
     def _start(
@@ -140,7 +152,15 @@ class LLM:
         Raises:
           ValueError: the only prompt cannot run, or the arguments do not fit.
         """
-        items = prompts.as_prompts(prompts_)
+        items = prompts.as_prompts_or_errors(prompts_)
+        return self._run(items, sampling_params, use_tqdm)
+
+    def _run(
+        self,
+        items: list[prompts.Prompt | ValueError],
+        sampling_params: ParamsLike,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         params = prompts.spread_params(sampling_params, len(items))
         states: list[RequestState | RequestOutput] = []
         try:
@@ -152,14 +172,21 @@ class LLM:
         return [s.output() if isinstance(s, RequestState) else s for s in states]
 
     def _submit_or_error(
-        self, prompt: prompts.Prompt, params: SamplingParams, raises: bool
+        self, prompt: prompts.Prompt | ValueError, params: SamplingParams, raises: bool
     ) -> RequestState | RequestOutput:
         try:
-            return self._submit(prompt, params)
+            if isinstance(prompt, ValueError):
+                raise prompt
+            while True:
+                try:
+                    return self._submit(prompt, params)
+                except QueueFullError:
+                    self._loop.turn()  # a batch of prompts may be longer than the queue
         except ValueError as error:
             if raises:
                 raise
-            return error_output(prompt, self._loop.new_id(), str(error))
+            known = prompt if isinstance(prompt, prompts.Prompt) else prompts.Prompt()
+            return error_output(known, self._loop.new_id(), str(error))
 
     def chat(
         self,
@@ -170,9 +197,13 @@ class LLM:
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several, through the model's chat template."""
-        conversations = prompts.as_conversations(messages)
-        items = [self._chat_prompt(c, add_generation_prompt) for c in conversations]
-        return self.generate(items, sampling_params, use_tqdm=use_tqdm)
+        items: list[prompts.Prompt | ValueError] = []
+        for conversation in prompts.as_conversations(messages):
+            try:
+                items.append(self._chat_prompt(conversation, add_generation_prompt))
+            except ValueError as error:
+                items.append(error)
+        return self._run(items, sampling_params, use_tqdm)
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
@@ -186,16 +217,20 @@ class LLM:
           ValueError: the prompt cannot run; raised by this call, not by the first
             `next`.
         """
-        state = self._submit(
-            prompts.as_prompt(prompt), sampling_params or SamplingParams()
-        )
+        (params,) = prompts.spread_params(sampling_params, 1)
+        state = self._submit(prompts.as_prompt(prompt), params)
         return Stream(state, self._loop.turn, self._loop.drop)
 
     def stream_chat(
         self, messages: Any, sampling_params: SamplingParams | None = None
     ) -> Stream:
         """Like `stream`, for one conversation."""
-        (conversation,) = prompts.as_conversations(messages)
+        conversations = prompts.as_conversations(messages)
+        if len(conversations) != 1:
+            raise ValueError(
+                f"stream_chat takes one conversation, got {len(conversations)}"
+            )
+        conversation = conversations[0]
         return self.stream(self._chat_prompt(conversation, True), sampling_params)
 
     def close(self) -> None:
@@ -236,20 +271,21 @@ class LLM:
         return self._loop.submit(ids, params, prompt=prompt.text)
 
     def _finish_all(self, states: list[RequestState], use_tqdm: bool) -> None:
-        waiting = [state for state in states if not state.is_finished]
+        waiting = {s.request.request_id for s in states if not s.is_finished}
+        num_tokens = sum(state.num_tokens for state in states)
         with tqdm.tqdm(
             total=len(waiting), disable=not use_tqdm, unit="request", dynamic_ncols=True
         ) as bar:
             while waiting:
-                self._loop.turn()
-                still = [state for state in waiting if not state.is_finished]
-                if len(still) < len(waiting):
-                    bar.update(len(waiting) - len(still))
-                waiting = still
+                news = self._loop.turn()
+                num_tokens += len(news)
+                ended = {s.request.request_id for s in news if s.is_finished} & waiting
+                if ended:
+                    waiting -= ended
+                    bar.update(len(ended))
                 if use_tqdm:
-                    tokens = sum(state.num_tokens for state in states)
                     elapsed = max(bar.format_dict["elapsed"], 1e-9)
-                    bar.set_postfix_str(f"{tokens / elapsed:.1f} tokens/s", False)
+                    bar.set_postfix_str(f"{num_tokens / elapsed:.1f} tokens/s", False)
 
 
 def _running(states: list[RequestState | RequestOutput]) -> list[RequestState]:
