@@ -9,6 +9,8 @@ from typing import Any
 
 _HOMES = {
     "LLM": "headrace.engine.llm",
+    "AsyncLLM": "headrace.engine.async_llm",
+    "QueueFullError": "headrace.engine.admission",
     "SamplingParams": "headrace.engine.sampling_params",
     "RequestOutput": "headrace.engine.outputs",
     "CompletionOutput": "headrace.engine.outputs",

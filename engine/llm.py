@@ -259,7 +259,9 @@ class LLM:
             )
         return self.tokenizer
 
-    def _submit(self, prompt: prompts.Prompt, params: SamplingParams) -> RequestState:
+    def _submit(
+        self, prompt: prompts.Prompt, params: SamplingParams, **options: Any
+    ) -> RequestState:
         if self.is_closed:
             raise ValueError("this LLM is closed")
         ids = prompt.token_ids
@@ -268,7 +270,7 @@ class LLM:
             ids = self._require_tokenizer().encode(
                 prompt.text or "", add_bos=not prompt.is_chat
             )
-        return self._loop.submit(ids, params, prompt=prompt.text)
+        return self._loop.submit(ids, params, prompt=prompt.text, **options)
 
     def _finish_all(self, states: list[RequestState], use_tqdm: bool) -> None:
         waiting = {s.request.request_id for s in states if not s.is_finished}

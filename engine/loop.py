@@ -21,6 +21,7 @@ from headrace.engine.interrupts import interrupts_wait
 from headrace.engine.kv_cache_manager import KVCacheManager
 from headrace.engine.meter import Meter
 from headrace.engine.model_runner import ModelRunner
+from headrace.engine.outputs import FinishReason
 from headrace.engine.prefix_hash import chain_seed, name_pages
 from headrace.engine.request import Request, make_request
 from headrace.engine.request_state import RequestState
@@ -154,21 +155,27 @@ class EngineLoop:
                 self._fail(error)
                 raise RuntimeError(self._failure) from error
 
+    def cancel(self, *states: RequestState, reason: FinishReason = "abort") -> None:
+        """Ends requests that still run, with what they have."""
+        with self.lock:
+            for state in states:
+                if self._scheduler.abort(state.request.request_id, reason) is not None:
+                    self.meter.count_end(state.request)
+                    state.end()
+
     def drop(self, *states: RequestState) -> None:
         """Forgets requests; one that still runs is ended."""
         with self.lock:
+            self.cancel(*states)
             for state in states:
-                request_id = state.request.request_id
-                if self._scheduler.abort(request_id) is not None:
-                    self.meter.count_end(state.request)
-                self._states.pop(request_id, None)
+                self._states.pop(state.request.request_id, None)
 
     def close(self) -> None:
         """Ends every request and frees the device memory."""
         with self.lock:
             if self._failure is None:
                 self._failure = "this engine is closed"
-            self._end_all("abort")
+            self.cancel(*self._states.values())
             self._runner.close()
 
     def stats(self) -> dict[str, Any]:
@@ -196,11 +203,10 @@ class EngineLoop:
         line = self.meter.metrics.log_line(time.perf_counter(), *self._gauges())
         if line is not None:
             logger.info("%s", line)
-        overdue = self._scheduler.take_ended()
-        for request in overdue:
+        for request in (overdue := self._scheduler.take_ended()):
             self.meter.count_end(request)
-        ended = [self._states[request.request_id] for request in overdue]
-        return [self._states[request.request_id] for request in updated] + ended
+            self._states[request.request_id].end()
+        return [self._states[r.request_id] for r in (*updated, *overdue)]
 
     def _take_in(self, schedule: Schedule, plan: StepPlan) -> list[Request]:
         """Reads a step and books its tokens."""
@@ -233,8 +239,4 @@ class EngineLoop:
     def _fail(self, error: Exception) -> None:
         """Device arrays may be gone: nothing can go on, and nobody is left waiting."""
         self._failure = f"the engine has failed and must be built anew: {error}"
-        self._end_all("error")
-
-    def _end_all(self, reason: Any) -> None:
-        for request_id in list(self._states):
-            self._scheduler.abort(request_id, reason)
+        self.cancel(*self._states.values(), reason="error")

@@ -18,6 +18,9 @@ from headrace.engine.tokenizer import Tokenizer
 class RequestState:
     """Accumulates one request's output.
 
+    One thread adds, another may read: a token counts only once its text and its
+    log-probabilities are there, the end only once the last text is.
+
     Args:
       request: in the scheduler.
       tokenizer: None where the model has none; the text then stays empty.
@@ -32,38 +35,49 @@ class RequestState:
             self._detokenizer = Detokenizer(
                 tokenizer, skip_special_tokens=params.skip_special_tokens
             )
-        self._text: list[str] = []
+        self._text: list[str] = []  # a piece per token, then what was held back
         self._logprobs: list[dict[int, Logprob]] | None = None
         if params.logprobs is not None:
             self._logprobs = []
-        self._told_tokens, self._told_pieces = 0, 0
+        self._num_ready, self._is_ended = 0, False
+        self._num_told, self._has_told_end = 0, False
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing more will come."""
-        return self.request.finish_reason is not None
+        return self._is_ended
 
     @property
     def num_tokens(self) -> int:
         """Output tokens so far."""
-        return len(self.request.output_token_ids)
+        return self._num_ready
 
     @property
     def has_news(self) -> bool:
         """Whether `take_delta` would tell something."""
-        return self.is_finished or self.num_tokens > self._told_tokens
+        is_end_news = self._is_ended and not self._has_told_end
+        return is_end_news or self._num_ready > self._num_told
 
     def add_token(self) -> None:
-        """Takes in the token that the scheduler has just booked."""
+        """Takes in the token that the scheduler has just booked, and maybe the end."""
         request = self.request
         if self._logprobs is not None:
             self._logprobs.append(self._named(request.output_logprobs[-1]))
-        if self._detokenizer is None:
-            return
-        # A model's end token is special, so the decoder itself leaves it out.
-        self._text.append(self._detokenizer.push(request.output_token_ids[-1:]))
-        if self.is_finished:
-            self._text.append(self._detokenizer.flush())
+        text = ""
+        if self._detokenizer is not None:
+            # A model's end token is special, so the decoder itself leaves it out.
+            text = self._detokenizer.push(request.output_token_ids[-1:])
+        self._text.append(text)
+        self._num_ready += 1
+        if request.is_finished:
+            self.end()
+
+    def end(self) -> None:
+        """The request has ended; a second call does nothing."""
+        if not self._is_ended:
+            flush = self._detokenizer.flush() if self._detokenizer is not None else ""
+            self._text.append(flush)
+            self._is_ended = True
 
     def _named(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         return {
@@ -78,25 +92,29 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """Everything so far."""
-        return self._output(0, 0)
+        return self._output(0)
 
     def take_delta(self) -> RequestOutput:
         """What came since the last call."""
-        output = self._output(self._told_tokens, self._told_pieces)
-        self._told_tokens, self._told_pieces = self.num_tokens, len(self._text)
+        output = self._output(self._num_told)
+        self._num_told += len(output.outputs[0].token_ids)
+        self._has_told_end = output.finished
         return output
 
-    def _output(self, from_token: int, from_piece: int) -> RequestOutput:
+    def _output(self, start: int) -> RequestOutput:
         request = self.request
+        # The end first: it is set last, so all that it stands for is there.
+        is_ended = self._is_ended
+        ready = self._num_ready
         logprobs = self._logprobs
         completion = CompletionOutput(
-            text="".join(self._text[from_piece:]),
-            token_ids=request.output_token_ids[from_token:],
+            text="".join(self._text[start : ready + is_ended]),
+            token_ids=request.output_token_ids[start:ready],
             cumulative_logprob=(
                 None if logprobs is None else request.cumulative_logprob
             ),
-            logprobs=None if logprobs is None else logprobs[from_token:],
-            finish_reason=request.finish_reason,
+            logprobs=None if logprobs is None else logprobs[start:ready],
+            finish_reason=request.finish_reason if is_ended else None,
             stop_reason=request.stop_reason,
             seed=request.seed,
         )
@@ -105,13 +123,13 @@ class RequestState:
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=[completion],
-            finished=self.is_finished,
+            finished=is_ended,
             metrics=RequestMetrics(
                 arrival_s=request.arrival_s,
                 first_token_s=request.first_token_s,
                 finished_s=request.finished_s,
                 num_prompt_tokens=request.prompt_len,
-                num_output_tokens=self.num_tokens,
+                num_output_tokens=ready,
             ),
         )
 

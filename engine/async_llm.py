@@ -1,0 +1,216 @@
+"""The engine for asyncio: add, stream, cancel, drain, over the same loop in a thread.
+
+One thread alone touches the engine: it takes what was posted (new requests, cancels),
+runs a turn, tells the readers, and again. The event loop never waits for a step. A
+reader that is slow lets its own outputs grow; the batch does not wait for it.
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from headrace.engine import prompts
+from headrace.engine.llm import LLM
+from headrace.engine.outputs import RequestOutput
+from headrace.engine.request_state import RequestState
+from headrace.engine.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """An LLM whose requests are awaited; after it was built, use only this one.
+
+    Args:
+      llm: loaded and compiled. Closing this closes it.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._readers: dict[str, Reader] = {}
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._wake = threading.Event()
+        self._is_draining = False
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="headrace", daemon=True)
+        self._thread.start()
+
+    async def add(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> "Reader":
+        """Puts a request into the queue.
+
+        Args:
+          prompt: a str, token ids, or a mapping of either.
+          sampling_params: of the request.
+          **options: priority, tenant, uses_cache, deadline_s, queue_timeout_s; see
+            `EngineLoop.submit`.
+
+        Returns:
+          An iterator over its outputs as they come; close it, or use `stream`.
+
+        Raises:
+          ValueError: the prompt or a value is out of its range.
+          QueueFullError: the queue's bound is reached.
+          RuntimeError: the engine drains, is closed, or has failed.
+        """
+        if self._is_draining or self._is_closing:
+            raise RuntimeError(
+                "the engine takes no new requests: it drains or is closed"
+            )
+        (params,) = prompts.spread_params(sampling_params, 1)
+        checked, loop = prompts.as_prompt(prompt), asyncio.get_running_loop()
+
+        def submit() -> Reader:
+            reader = Reader(self._llm._submit(checked, params, **options), loop)
+            self._readers[reader.request_id] = reader
+            return reader
+
+        return await asyncio.wrap_future(self._post(submit))
+
+    async def stream(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields a prompt's output piece by piece; arguments as for `add`.
+
+        Leaving the iteration, or cancelling its task, ends the request.
+        """
+        reader = await self.add(prompt, sampling_params, **options)
+        try:
+            async for output in reader:
+                yield output
+        finally:
+            self._drop(reader)
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> RequestOutput:
+        """The whole output of one prompt; arguments as for `add`."""
+        reader = await self.add(prompt, sampling_params, **options)
+        try:
+            async for _ in reader:
+                pass
+            return reader.state.output()
+        finally:
+            self._drop(reader)
+
+    def cancel(self, reader: "Reader") -> None:
+        """Ends a request with what it has; its reader sees finish_reason "abort"."""
+
+        def end() -> None:
+            self._llm._loop.cancel(reader.state)
+            reader.tell()
+
+        self._post(end)
+
+    async def drain(self) -> None:
+        """Takes no new requests, and returns when all have ended."""
+        self._is_draining = True
+        while await asyncio.wrap_future(self._post(lambda: self._llm._loop.has_work)):
+            await asyncio.sleep(0.01)
+
+    async def stats(self) -> dict[str, Any]:
+        """See `LLM.stats`."""
+        return await asyncio.wrap_future(self._post(self._llm.stats))
+
+    async def close(self) -> None:
+        """Ends every request with "abort" and frees the device memory."""
+        self._is_closing = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    def _drop(self, reader: "Reader") -> None:
+        def forget() -> None:
+            self._readers.pop(reader.request_id, None)
+            self._llm._loop.drop(reader.state)
+
+        self._post(forget)
+
+    def _post(self, call: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
+        """Has the engine's thread run something before its next turn."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._inbox.append(run)
+        self._wake.set()
+        if not self._thread.is_alive():
+            self._empty_inbox()  # nobody else will
+        return future
+
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        while not self._is_closing:
+            self._wake.clear()
+            self._empty_inbox()
+            if not self._llm._loop.has_work:
+                self._wake.wait()
+                continue
+            try:
+                news = self._llm._loop.turn()
+            except RuntimeError:
+                # The engine has failed and ended every request; later ones are told.
+                self._tell_all()
+                self._wake.wait()
+                continue
+            for state in news:
+                if (reader := self._readers.get(state.request.request_id)) is not None:
+                    reader.tell()
+        self._llm.close()
+        self._tell_all()
+        self._empty_inbox()
+
+    def _tell_all(self) -> None:
+        for reader in self._readers.values():
+            reader.tell()
+
+
+class Reader(AsyncIterator[RequestOutput]):
+    """One request's outputs on their way to the event loop; see `AsyncLLM.add`.
+
+    Attributes:
+      state: of the request.
+    """
+
+    def __init__(self, state: RequestState, loop: asyncio.AbstractEventLoop) -> None:
+        self.state = state
+        self._loop = loop
+        self._news = asyncio.Event()
+
+    @property
+    def request_id(self) -> str:
+        """Unique in its engine."""
+        return self.state.request.request_id
+
+    def tell(self) -> None:
+        """There is news; may be called from any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def __anext__(self) -> RequestOutput:
+        """What came since the last call; waits until there is something."""
+        while not self.state.has_news:
+            if self.state.is_finished:
+                raise StopAsyncIteration
+            self._news.clear()
+            if not self.state.has_news:
+                await self._news.wait()
+        return self.state.take_delta()
