@@ -48,7 +48,10 @@ flags.DEFINE_enum(
     "'invariant' keeps a request's bits free of its company.",
 )
 flags.DEFINE_enum(
-    "policy", None, ["fcfs", "static"], "'static' decodes one batch to its end."
+    "policy",
+    None,
+    ["fcfs", "priority", "fair", "static"],
+    "Who gets a slot next; 'static' decodes whole batches to their end.",
 )
 flags.DEFINE_string("cache_dir", None, "Where weights and compiled programs are kept.")
 
@@ -76,8 +79,11 @@ def engine_settings() -> tuple[ModelConfig | None, EngineConfig]:
     return model, dataclasses.replace(engine, **changes)
 
 
-def build_llm() -> Any:
+def build_llm(change: Callable[[EngineConfig], EngineConfig] = lambda c: c) -> Any:
     """Builds the engine that the flags ask for.
+
+    Args:
+      change: what the script itself changes of the settings.
 
     Raises:
       ValueError: an unknown model, a setting out of its range, or weights of another
@@ -87,6 +93,7 @@ def build_llm() -> Any:
 
     FLAGS = flags.FLAGS
     model, engine = engine_settings()
+    engine = change(engine)
     _quieten_logs()
     if model is not None and FLAGS.model is None:
         from headrace.checkpoints.synthetic import synthetic_checkpoint
