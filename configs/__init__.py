@@ -14,7 +14,7 @@ from headrace.configs.schema import EngineConfig, ModelConfig, RopeScaling
 def config_names() -> list[str]:
     """Names that `load_config` takes, sorted."""
     folder = pathlib.Path(__file__).parent
-    skip = {"__init__", "schema"}
+    skip = {"__init__", "checks", "schema"}
     return sorted(path.stem for path in folder.glob("*.py") if path.stem not in skip)
 
 

@@ -7,10 +7,11 @@ jax: the host side of the engine may use it freely.
 
 import dataclasses
 import difflib
-import math
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Self
+
+from headrace.configs.checks import check_choice, check_int, check_range, check_tuple
 
 Numerics = Literal["invariant", "fast"]
 Policy = Literal["fcfs", "priority", "fair", "static"]
@@ -20,31 +21,6 @@ KEY_BLOCK = 128
 """Keys per block of the XLA attention; pages divide it (DESIGN: fixed blocks)."""
 
 PAGE_SIZES = (16, 32, 64)
-
-
-def _check_range(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    if not low <= value <= high:
-        top = "" if math.isinf(high) else f" and at most {high}"
-        raise ValueError(f"{name} must be at least {low}{top}, got {value!r}")
-
-
-def _check_int(name: str, value: Any, low: int, high: float = math.inf) -> None:
-    _check_range(name, value, low, high)
-    if not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    # A bool equals 0 or 1 and would pass as one.
-    if value not in choices or type(value) not in map(type, choices):
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
-def _check_tuple(name: str, value: Any) -> None:
-    if not isinstance(value, tuple):
-        raise ValueError(f"{name} must be a tuple, got {value!r}")
 
 
 class _FromMapping:
@@ -100,15 +76,15 @@ class RopeScaling(_FromMapping):
     original_context_len: int
 
     def __post_init__(self) -> None:
-        _check_range("factor", self.factor, 1.0)
-        _check_range("low_freq_factor", self.low_freq_factor, 1e-6)
-        _check_range("high_freq_factor", self.high_freq_factor, 1e-6)
+        check_range("factor", self.factor, 1.0)
+        check_range("low_freq_factor", self.low_freq_factor, 1e-6)
+        check_range("high_freq_factor", self.high_freq_factor, 1e-6)
         if not self.high_freq_factor > self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor must exceed low_freq_factor "
                 f"{self.low_freq_factor}, got {self.high_freq_factor}"
             )
-        _check_int("original_context_len", self.original_context_len, 1)
+        check_int("original_context_len", self.original_context_len, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,12 +112,12 @@ class ModelConfig(_FromMapping):
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_choice("family", self.family, ("llama",))
+        check_choice("family", self.family, ("llama",))
         for name in (
             "num_layers", "model_dim", "ffw_dim", "num_heads", "num_kv_heads",
             "head_dim", "vocab_size", "context_len",
         ):  # fmt: skip
-            _check_int(name, getattr(self, name), 1)
+            check_int(name, getattr(self, name), 1)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, "
@@ -149,17 +125,17 @@ class ModelConfig(_FromMapping):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
-        _check_range("rope_base", self.rope_base, 1.0)
-        _check_range("norm_eps", self.norm_eps, 0.0, 1.0)
-        _check_choice("tie_embeddings", self.tie_embeddings, (True, False))
+        check_range("rope_base", self.rope_base, 1.0)
+        check_range("norm_eps", self.norm_eps, 0.0, 1.0)
+        check_choice("tie_embeddings", self.tie_embeddings, (True, False))
         if isinstance(self.rope_scaling, Mapping):
             scaling = RopeScaling.from_mapping(self.rope_scaling)
             object.__setattr__(self, "rope_scaling", scaling)
         if self.bos_id is not None:
-            _check_int("bos_id", self.bos_id, 0, self.vocab_size - 1)
-        _check_tuple("stop_ids", self.stop_ids)
+            check_int("bos_id", self.bos_id, 0, self.vocab_size - 1)
+        check_tuple("stop_ids", self.stop_ids)
         for token_id in self.stop_ids:
-            _check_int("stop_ids", token_id, 0, self.vocab_size - 1)
+            check_int("stop_ids", token_id, 0, self.vocab_size - 1)
 
     @property
     def group_size(self) -> int:
@@ -203,6 +179,7 @@ class EngineConfig(_FromMapping):
         mode. Requests are admitted as long as pool and host memory together could
         hold all of them at their longest.
       prefix_cache: reuse full pages of earlier prompts.
+      multi_tenant: refuse requests that do not name their tenant.
       compile_threads: programs compiled at the same time at start.
     """
 
@@ -227,42 +204,45 @@ class EngineConfig(_FromMapping):
     max_tokens_per_step: int | None = None
     host_kv_bytes: int = 0
     prefix_cache: bool = True
+    multi_tenant: bool = False
     compile_threads: int = 2
 
     def __post_init__(self) -> None:
-        _check_choice("page_size", self.page_size, PAGE_SIZES)
+        check_choice("page_size", self.page_size, PAGE_SIZES)
         if self.memory_fraction is not None:
-            _check_range("memory_fraction", self.memory_fraction, 0.01, 1.0)
-        _check_choice("numerics", self.numerics, ("invariant", "fast"))
-        _check_choice("policy", self.policy, typing.get_args(Policy))
-        _check_range("ageing_s", self.ageing_s, 1e-3, 1e6)
-        _check_range("max_queue_delay_s", self.max_queue_delay_s, 0.0, 60.0)
-        _check_int("host_kv_bytes", self.host_kv_bytes, 0)
+            check_range("memory_fraction", self.memory_fraction, 0.01, 1.0)
+        check_choice("numerics", self.numerics, ("invariant", "fast"))
+        check_choice("policy", self.policy, typing.get_args(Policy))
+        check_range("ageing_s", self.ageing_s, 1e-3, 1e6)
+        check_range("max_queue_delay_s", self.max_queue_delay_s, 0.0, 60.0)
+        check_int("host_kv_bytes", self.host_kv_bytes, 0)
+        for name in ("prefix_cache", "multi_tenant"):
+            check_choice(name, getattr(self, name), (False, True))
         for name in ("max_queued_requests", "max_queued_tokens", "max_tokens_per_step"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 1)
-        _check_int("max_logprobs", self.max_logprobs, 0, 128)
-        _check_int("max_stop_ids", self.max_stop_ids, 1, 64)
-        _check_int("compile_threads", self.compile_threads, 1)
-        _check_int("prefill_calls_per_decode", self.prefill_calls_per_decode, 1)
+                check_int(name, getattr(self, name), 1)
+        check_int("max_logprobs", self.max_logprobs, 0, 128)
+        check_int("max_stop_ids", self.max_stop_ids, 1, 64)
+        check_int("compile_threads", self.compile_threads, 1)
+        check_int("prefill_calls_per_decode", self.prefill_calls_per_decode, 1)
         for name in ("param_dtype", "kv_dtype"):
             value = getattr(self, name)
             if value is not None:
-                _check_choice(name, value, ("float32", "bfloat16"))
+                check_choice(name, value, ("float32", "bfloat16"))
         if self.max_context_len is not None:
-            _check_int("max_context_len", self.max_context_len, 2)
+            check_int("max_context_len", self.max_context_len, 2)
         if self.num_pages is not None:
-            _check_int("num_pages", self.num_pages, 2)
+            check_int("num_pages", self.num_pages, 2)
         if self.num_slots is not None:
-            _check_int("num_slots", self.num_slots, 1, 4096)
+            check_int("num_slots", self.num_slots, 1, 4096)
         self._check_buckets()
 
     def _check_buckets(self) -> None:
         sizes = self.decode_batch_sizes
         if sizes is not None:
-            _check_tuple("decode_batch_sizes", sizes)
+            check_tuple("decode_batch_sizes", sizes)
             for size in sizes:
-                _check_int("decode_batch_sizes", size, 1)
+                check_int("decode_batch_sizes", size, 1)
             if not sizes or list(sizes) != sorted(set(sizes)):
                 raise ValueError(
                     f"decode_batch_sizes must ascend without repeats, got {sizes}"
@@ -275,17 +255,30 @@ class EngineConfig(_FromMapping):
         shapes = self.prefill_shapes
         if shapes is None:
             return
-        _check_tuple("prefill_shapes", shapes)
+        check_tuple("prefill_shapes", shapes)
         for shape in shapes:
             if not (isinstance(shape, tuple) and len(shape) == 2):
                 raise ValueError(f"prefill_shapes wants pairs, got {shape!r}")
-            _check_int("prefill_shapes rows", shape[0], 1)
-            _check_int("prefill_shapes tokens", shape[1], 8, 8192)
+            check_int("prefill_shapes rows", shape[0], 1)
+            check_int("prefill_shapes tokens", shape[1], 8, 8192)
         if not shapes or list(shapes) != sorted(set(shapes)):
             raise ValueError(
                 f"prefill_shapes must be ascending (rows, tokens) pairs without "
                 f"repeats, got {shapes}"
             )
+
+    @classmethod
+    def preset(cls, name: str) -> Self:
+        """The knobs of a use: "chat" keeps every token's delay low, "batch" keeps the
+        slots full.
+
+        Raises:
+          ValueError: another name.
+        """
+        check_choice("preset", name, ("chat", "batch"))
+        # Several prefill calls before a decode step fill the batch sooner, and make
+        # those that already decode wait.
+        return cls(prefill_calls_per_decode=1 if name == "chat" else 8)
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON-ready inverse of `from_mapping`."""

@@ -114,6 +114,8 @@ class EngineLoop:
                 model_config=self._model_config,
                 engine_config=self._config,
             )
+            if self._config.multi_tenant and not tenant:
+                raise ValueError("multi_tenant is on: a request must name its tenant")
             request.priority, request.tenant = priority, tenant
             for name, seconds in (
                 ("deadline_s", deadline_s),

@@ -162,3 +162,10 @@ def test_configs_are_frozen_and_keyword_only():
 
 def test_group_size_is_query_heads_per_kv_head():
     assert ModelConfig.from_mapping({**MODEL, "num_heads": 6}).group_size == 3
+
+
+def test_presets_set_the_knobs_of_their_use():
+    assert EngineConfig.preset("chat").prefill_calls_per_decode == 1
+    assert EngineConfig.preset("batch").prefill_calls_per_decode > 1
+    with pytest.raises(ValueError, match="preset must be one of"):
+        EngineConfig.preset("fast")

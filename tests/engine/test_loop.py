@@ -1,5 +1,6 @@
 """The loop on the two-layer model: reads a step late, preempts, shares, fails whole."""
 
+import dataclasses
 import os
 import signal
 
@@ -84,6 +85,17 @@ def test_tenants_share_pages_with_themselves_only(small_llm):
         for tenant in ("a", "b", "a", None)
     ]
     assert hits == [0, 0, 64, 0]
+
+
+def test_request_without_a_tenant_is_refused_where_there_are_several(small_llm):
+    loop = small_llm._loop
+    before = loop._config
+    loop._config = dataclasses.replace(before, multi_tenant=True)
+    try:
+        with pytest.raises(ValueError, match="must name its tenant"):
+            small_llm.generate([1, 2])
+    finally:
+        loop._config = before
 
 
 def test_each_turn_reads_once_and_only_after_the_next_dispatch(tiny_llm, monkeypatch):

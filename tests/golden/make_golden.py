@@ -1,6 +1,7 @@
 """Makes smollm2_135m_greedy.json: what transformers says in float32, for our tests.
 
-Run in an environment of its own (torch, transformers, numpy), never by the tests:
+Run in an environment of its own (Python 3.11; `pip install torch==2.13.0
+transformers==5.24.0 accelerate gguf numpy`), never by the tests:
 
     python make_golden.py --model=FOLDER --out=smollm2_135m_greedy.json
 
@@ -8,7 +9,8 @@ FOLDER holds SmolLM2-135M-Instruct as float32 safetensors, dequantized from the 
 file that the engine's registry names, with its tokenizer; the tokenizer must split
 digits, as the file's `tokenizer.ggml.pre = smollm` says. Candidates are kept if the
 best two tokens lie further apart than MIN_MARGIN nat at each of the 48 steps, so that
-another correct float32 engine must give the same tokens.
+another correct float32 engine must give the same tokens. Ids are made without
+special tokens, which is the same as this tokenizer's default: it adds none.
 """
 
 import argparse
@@ -46,6 +48,8 @@ CANDIDATES = [
     ("digits", "12 + 30 = 42\n15 + 20 = 35\n11 + 11 ="),
     ("digits", "In 1969, 1984 and 2001 the"),
     ("digits", "3.14159 26535 89793"),
+    ("digits", "7 * 6 = 42\n8 * 5 = 40\n9 * 9 ="),
+    ("digits", "Solve: 125 - 48 =\n"),
     ("french", "La révolution française a commencé en"),
     ("french", "Bonjour, je m'appelle Élodie et j'habite à"),
     ("french", "Il était une fois une petite fille qui"),
@@ -57,6 +61,9 @@ CANDIDATES = [
     ("whitespace", "one    two        three\t\tfour\n\n\n\nfive"),
     ("whitespace", "    \n        \n    return x\n\n\ndef"),
     ("whitespace", "name\tage\tcity\r\nAnn\t31\tOslo\r\nBob\t28\t"),
+    ("whitespace", "# Title\r\n\r\nFirst line.\r\nSecond line.\nThird line.\r\n"),
+    ("whitespace", "Dear Sir,\r\n\r\nThank you for your letter.\n\nI am\r\n"),
+    ("whitespace", "a = 1\r\nb = 2\r\n\r\nc = a + b\r\nprint("),
     ("long", STORY * 9 + "Then"),
     ("long", NOTES * 8 + "In short, a river"),
     ("long", STORY * 4 + NOTES * 5 + "The man"),
@@ -76,7 +83,7 @@ CANDIDATES = [
 ]
 
 TOKENIZER_TEXTS = [
-    "Hello, world!", " leading space", "trailing space ", "a", " ", "\n", "\t",
+    "", "Hello, world!", " leading space", "trailing space ", "a", " ", "\n", "\t",
     "don't can't we'll I'm they've he'd", "DON'T", "1234567890", "1 2 3", " 42",
     "\n42", "a1b2c3", "3.14159", "1,000,000", "v2.0.1", "0x1F", "²³½", "١٢٣",
     "naïve café", "Ünïcödé", "e\u0301 combining", "ﬁ ligature", "日本語テキスト",
