@@ -30,7 +30,7 @@ from headrace.engine.page_moves import (
     pieces,
     save_pages,
 )
-from headrace.engine.program_store import ProgramStore
+from headrace.engine.program_store import ProgramStore, compile_fresh
 from headrace.engine.schedule import PageMove, StepResult
 from headrace.engine.slots import empty_slots
 from headrace.layers import kv_cache as kv
@@ -156,7 +156,8 @@ class ModelRunner:
             program = self._store.load(name, in_tree, jax.tree.structure(out))
         source = "stored" if program is not None else "compiled"
         if program is None:
-            program = jax.jit(function, donate_argnums=donated).lower(*args).compile()
+            jitted = jax.jit(function, donate_argnums=donated)
+            program = compile_fresh(jitted.lower(*args))
             sizes = program.memory_analysis()
             assert sizes is not None
             memory = [sizes.temp_size_in_bytes, sizes.alias_size_in_bytes]

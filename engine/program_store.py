@@ -5,17 +5,21 @@ traces nothing. What is stored is trusted code: the folder is private, every fil
 lands by atomic rename and is checked by hash before it is loaded.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import pathlib
 import platform
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jaxlib
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from headrace.checkpoints.cache_dir import atomic_write
 from headrace.configs.schema import EngineConfig, ModelConfig
@@ -33,6 +37,53 @@ _CODE = (
     "engine/steps.py",
     "engine/warmup.py",
 )
+
+
+class _JaxCacheSwitch:
+    """Turns JAX's own compilation cache off while any thread holds it.
+
+    JAX looks at its setting once a process, not per thread, hence the reset and the
+    count of holders. Others who compile meanwhile merely miss their cache.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_holders = 0
+        self._was_on = False
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        with self._lock:
+            if self._num_holders == 0:
+                folder = jax.config.jax_compilation_cache_dir
+                self._was_on = bool(folder and jax.config.jax_enable_compilation_cache)
+                self._set(False)
+            self._num_holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_holders -= 1
+                if self._num_holders == 0:
+                    self._set(True)
+
+    def _set(self, on: bool) -> None:
+        if self._was_on:
+            jax.config.update("jax_enable_compilation_cache", on)
+            compilation_cache.reset_cache()
+
+
+_jax_cache = _JaxCacheSwitch()
+
+
+def compile_fresh(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles without JAX's own cache.
+
+    An executable that came out of that cache serializes without some of its
+    functions: it loads, and fails at the first call ("Function ... not found").
+    """
+    with _jax_cache.off():
+        return lowered.compile()
 
 
 def program_key(model_config: ModelConfig, engine_config: EngineConfig) -> str:
