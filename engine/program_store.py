@@ -174,7 +174,6 @@ class ProgramStore:
 
     def _write(self, name: str, body: bytes) -> None:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with atomic_write(self._folder / name) as file:
                 file.write(hashlib.sha256(body).digest() + body)
         except OSError as error:

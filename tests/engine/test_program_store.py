@@ -1,6 +1,7 @@
 """What is kept between starts: whole programs, in folders of the owner's alone."""
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -69,3 +70,17 @@ def test_jax_own_cache_still_serves_others_after_a_start(
     assert not list(jax_cache.glob("*decode_forward*"))
     jax.jit(lambda x: jnp.sin(x) * 3)(jnp.ones(7)).block_until_ready()
     assert list(jax_cache.glob("*lambda*"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
+def test_folders_of_stored_code_are_the_owners_alone_from_the_first_one_made(tmp_path):
+    """Regression: the parents that were made had the umask's mode."""
+    before = os.umask(0o002)
+    try:
+        store = ProgramStore(tmp_path / "cache" / "programs", "k" * 32)
+        store.save_facts({"memory": {}})
+    finally:
+        os.umask(before)
+    made = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(made) == 3
+    assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
