@@ -119,15 +119,26 @@ def _num_pages(model: ModelConfig, config: EngineConfig, device: DeviceFacts) ->
             )
         return config.num_pages
     per_request = -(-config.max_context_len // config.page_size)
-    if device.platform == "cpu":
-        budget = min(budget, max(_CPU_POOL_BYTES, (per_request + 1) * size))
-    pages = min(budget // size, config.num_slots * per_request + 1)
-    if pages < per_request + 1:
+    fitting, least = budget // size, per_request + 1
+    if fitting < least:
         raise ValueError(
             f"a request of max_context_len {config.max_context_len} needs "
-            f"{per_request + 1} pages of {size:,} bytes, and only {max(0, pages)} fit "
+            f"{least} pages of {size:,} bytes, and only {max(0, fitting)} fit "
             f"beside {weights:,} bytes of weights in memory_fraction "
             f"{config.memory_fraction} of {device.free_bytes:,} free bytes; lower "
             f"max_context_len or raise memory_fraction"
         )
-    return pages
+    wanted = config.num_slots * per_request + 1
+    if device.platform == "cpu":
+        wanted = min(wanted, max(_CPU_POOL_BYTES // size, least))
+    return min(max(_coarse(fitting), least), wanted)
+
+
+def _coarse(num_pages: int) -> int:
+    """Rounds down by at most a sixteenth; 482 and 483 become 480, 499 becomes 496.
+
+    Compiled programs have the pool's size in their shapes, and the free memory is
+    never twice the same: without this hardly a start would find stored programs.
+    """
+    step = 2 ** max(0, (num_pages // 16).bit_length() - 1)
+    return num_pages // step * step

@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.checkpoints.synthetic import synthetic_checkpoint
 from headrace.configs import EngineConfig, load_config, parse_config
@@ -50,20 +52,66 @@ def test_what_cannot_fit_is_refused_with_the_bytes():
         resolve(SMOL, EngineConfig(num_pages=100_000), CPU)
 
 
+def _num_pages(model, device, **changes):
+    return resolve(model, EngineConfig(**changes), device).num_pages
+
+
+def test_a_little_more_free_memory_gives_the_same_pool():
+    """Regression: each start had its own pool size, and so no stored programs."""
+
+    def pages(model, platform, gigabytes):
+        free = int(gigabytes * 10**9)
+        return _num_pages(model, DeviceFacts(platform=platform, free_bytes=free))
+
+    assert pages(SMOL, "cpu", 4.000) == pages(SMOL, "cpu", 4.004) == 480
+    assert pages(LLAMA_8B, "gpu", 80.0) == pages(LLAMA_8B, "gpu", 80.2) == 6400
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 8192), st.integers(40 * 10**8, 200 * 10**9))
+def test_rounding_costs_at_most_a_sixteenth_and_keeps_room_for_a_request(context, free):
+    """The pool fits, holds one request, and wastes no more than it says."""
+    device = DeviceFacts(platform="gpu", free_bytes=free)
+    config = resolve(SMOL, EngineConfig(max_context_len=context), device)
+    size = page_bytes(SMOL, config.page_size, config.kv_dtype)
+    weights, logits = 2 * num_params(SMOL), config.num_slots * SMOL.vocab_size * 4
+    fitting = (int(free * config.memory_fraction) - weights - 3 * logits) // size
+    per_request = -(-context // config.page_size)
+    enough = config.num_slots * per_request + 1
+    assert per_request + 1 <= config.num_pages <= min(fitting, enough)
+    assert config.num_pages >= min(fitting * 15 / 16, enough)
+
+
+def test_a_pool_of_exactly_one_request_is_not_rounded_away():
+    size = page_bytes(SMOL, 64, "bfloat16")
+    logits, context = 256 * SMOL.vocab_size * 4, 64 * 100
+    need = 2 * num_params(SMOL) + 3 * logits + 101 * size
+    sizes = {"max_context_len": context, "memory_fraction": 1.0}
+    fits = DeviceFacts(platform="gpu", free_bytes=need)
+    assert _num_pages(SMOL, fits, **sizes) == 101
+    with pytest.raises(ValueError, match="needs 101 pages .* only 100 fit"):
+        _num_pages(SMOL, DeviceFacts(platform="gpu", free_bytes=need - 1), **sizes)
+
+
+def test_ample_memory_lets_every_slot_hold_a_whole_context():
+    ample = DeviceFacts(platform="gpu", free_bytes=10**12)
+    assert _num_pages(SMOL, ample, max_context_len=1000) == 256 * 16 + 1
+
+
 def test_a_context_longer_than_the_model_is_refused():
     with pytest.raises(ValueError, match="at most the model's context_len 8192"):
         resolve(SMOL, EngineConfig(max_context_len=8193), CPU)
 
 
 def test_sizes_that_are_given_are_kept():
-    given = EngineConfig(
+    config = EngineConfig(
         num_slots=3,
         max_context_len=100,
         num_pages=20,
         page_size=16,
         kv_dtype="bfloat16",
     )
-    config = resolve(SMOL, given, CPU)
+    config = resolve(SMOL, config, CPU)
     assert (config.num_slots, config.num_pages, config.kv_dtype) == (3, 20, "bfloat16")
     assert config.decode_batch_sizes == (3,)
     assert all(tokens < 100 for _, tokens in config.prefill_shapes)
