@@ -102,6 +102,7 @@ def program_key(model_config: ModelConfig, engine_config: EngineConfig) -> str:
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
         "flags": os.environ.get("XLA_FLAGS", ""),
+        "x64": bool(jax.config.jax_enable_x64),
         "precision": str(jax.config.jax_default_matmul_precision),
         "code": _code_hash(),
     }

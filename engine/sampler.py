@@ -91,6 +91,8 @@ def keep_top_p(
     key_BV = _ordered_bits(z_BV)
     p_B1 = top_p_B[:, None]
     wanted_B1 = p_B1 * weight_BV.sum(-1, keepdims=True)
+    # A p that underflows still keeps the likeliest, whose weight is 1.
+    wanted_B1 = jnp.maximum(wanted_B1, jnp.finfo(jnp.float32).tiny)
 
     def holds(above_BV: Bool[Array, "B V"]) -> Bool[Array, "B 1"]:
         mass_B1 = jnp.where(above_BV, weight_BV, 0).sum(-1, keepdims=True)
@@ -164,11 +166,11 @@ def token_logprobs(
 
     Returns:
       The sampled token's log-probability and its rank (1 = likeliest), then ids and
-      log-probabilities of the `num_top` likeliest.
+      log-probabilities of the `num_top` likeliest, or of all where there are fewer.
     """
     top_B1 = z_BV.max(-1, keepdims=True)
     log_total_B1 = jnp.log(jnp.exp(z_BV - top_B1).sum(-1, keepdims=True)) + top_B1
     chosen_B1 = jnp.take_along_axis(z_BV, token_B[:, None], axis=-1)
     rank_B = (z_BV > chosen_B1).sum(-1, dtype=jnp.int32) + 1
-    top_BJ, ids_BJ = jax.lax.top_k(z_BV, num_top)
+    top_BJ, ids_BJ = jax.lax.top_k(z_BV, min(num_top, z_BV.shape[-1]))
     return (chosen_B1 - log_total_B1)[:, 0], rank_B, ids_BJ, top_BJ - log_total_B1

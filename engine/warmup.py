@@ -120,16 +120,25 @@ class _ProbeCase:
     def fill(self, shape: tuple[int, int]) -> set[str]:
         """Prefills in chunks of this shape, as the last row and then as the first.
 
-        The other rows hold shorter prompts whose pages are all the dummy page.
+        The other rows hold shorter prompts whose pages are all the dummy page. Once
+        the first chunk is one page long, since a prefix found in the cache makes the
+        others start at any page.
         """
+        R, T = shape
         prints = set()
-        for row in {shape[0] - 1, 0}:
-            for start in range(0, self.prompt_len, shape[1]):
-                length = min(shape[1], self.prompt_len - start)
+        for row, first in {(R - 1, T), (0, T), (0, min(T, self._page_size))}:
+            start, length = 0, first
+            while start < self.prompt_len:
+                length = min(length, self.prompt_len - start)
                 packed = self._chunk(shape, row, start, length)
                 self.runner.forward(("prefill", shape), jnp.asarray(packed))
+                start, length = start + length, T
             prints.add(self._fingerprint([self.runner.logits_BQV[0, 0]]))
         return prints
+
+    @property
+    def _page_size(self) -> int:
+        return self.runner.config.page_size
 
     def _chunk(
         self, shape: tuple[int, int], row: int, start: int, length: int
@@ -229,8 +238,11 @@ def _narrow(config: EngineConfig, ledger: Ledger) -> EngineConfig:
     groups: dict[str, list[tuple[int, int]]] = {}
     for shape in shapes:
         groups.setdefault(letter(("prefill", shape)), []).append(shape)
+    steady = {a: group for a, group in groups.items() if not a.endswith(_UNSTEADY)}
     # Most shapes first; among equals the one with the longest chunk.
-    best = max(groups.values(), key=lambda group: (len(group), group[-1][1]))
+    best = max(
+        (steady or groups).values(), key=lambda group: (len(group), group[-1][1])
+    )
     drawn = {letter(("sample", v, b)) for v in VARIANTS for b in kept}
     chosen = {wanted, letter(("prefill", best[0])), *drawn}
     if len(drawn) > 1 or any(c.endswith(_UNSTEADY) for c in chosen):

@@ -1,7 +1,7 @@
 """Proves on your model that company, order, cache and preemption change no bit.
 
     python -m headrace.scripts.verify_exactness invariance
-    python -m headrace.scripts.verify_exactness invariance --model=FOLDER --requests=40
+    python -m headrace.scripts.verify_exactness invariance --model=FOLDER
 
 Runs random requests alone, then in company, in shuffled order, arriving while others
 run, and with the prefix cache warm, in an engine whose pool is too small for all of
@@ -25,8 +25,8 @@ from headrace.scripts import engine_flags
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_integer("requests", 24, "Requests of each run.", lower_bound=4)
-flags.DEFINE_integer("seed", 0, "Seed of prompts, parameters and orders.")
+flags.DEFINE_integer("num_requests", 24, "Requests of each run.", lower_bound=4)
+flags.DEFINE_integer("trial_seed", 0, "Seed of prompts, parameters and orders.")
 flags.DEFINE_integer(
     "host_kv_bytes", 2**31, "Host memory for preempted requests.", lower_bound=0
 )
@@ -229,8 +229,8 @@ def verify(words: list[str]) -> int:
     """
     if words != ["invariance"]:
         raise ValueError(f"say what to verify: 'invariance', got {words}")
-    llm = engine_flags.build_llm(lambda engine: tight(engine, FLAGS.requests))
-    verifier = Verifier(llm, FLAGS.requests, FLAGS.seed)
+    llm = engine_flags.build_llm(lambda engine: tight(engine, FLAGS.num_requests))
+    verifier = Verifier(llm, FLAGS.num_requests, FLAGS.trial_seed)
     differences = report(verifier.run_all(), verifier.conditions)
     missing = verifier.conditions.missing(len(llm.engine_config.decode_batch_sizes))
     for name in missing:

@@ -86,10 +86,10 @@ def _attend_rows(pools: Pools, rows: Rows, *, layer: int) -> Float[Array, "B T K
 
     def block(i: Int[Array, ""], carry: tuple) -> tuple:
         top_BKR, total_BKR, out_BKRH = carry
-        start = (0, i * pages_per_block)
+        start = (jnp.int32(0), i * pages_per_block)
         ids_BJ = jax.lax.dynamic_slice(table_BM, start, (B, pages_per_block))
         k_BKSH, v_BKSH = (_gather(pool, layer, ids_BJ) for pool in pools)
-        key_S = i * KEY_BLOCK + jnp.arange(KEY_BLOCK)
+        key_S = i * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
         seen_BRS = key_S <= limit_BR[..., None]
         # Rows of a reused page past the context may hold anything, NaN included.
         held_BS = key_S < context_len_B[:, None]
@@ -105,9 +105,13 @@ def _attend_rows(pools: Pools, rows: Rows, *, layer: int) -> Float[Array, "B T K
         return new_top_BKR, total_BKR, out_BKRH * shrink_BKR[..., None] + gain
 
     shape = (B, K, T * G)
-    start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros((*shape, H)))
+    start = (
+        jnp.full(shape, _MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, H), jnp.float32),
+    )
     num_blocks = (context_len_B.max() + KEY_BLOCK - 1) // KEY_BLOCK
-    _, total_BKR, out_BKRH = jax.lax.fori_loop(0, num_blocks, block, start)
+    _, total_BKR, out_BKRH = jax.lax.fori_loop(jnp.int32(0), num_blocks, block, start)
     # A padded row has seen no key; it becomes zero, not 0 / 0.
     out_BKRH = out_BKRH / jnp.where(total_BKR > 0, total_BKR, 1)[..., None]
     out = out_BKRH.reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4)

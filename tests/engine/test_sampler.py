@@ -134,3 +134,16 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert np.allclose(top, np.take_along_axis(truth, order[:, :5], 1), atol=1e-5)
     for row in range(3):
         assert order[row, rank[row] - 1] == int(token[row])
+
+
+def test_top_p_that_underflows_keeps_the_likeliest():
+    z = _logits(2)
+    kept = sampler.keep_top_p(jnp.array(z), jnp.array([1e-44, 1e-30], jnp.float32))
+    assert np.array_equal(kept, z == z.max(-1, keepdims=True))
+
+
+def test_fewer_tokens_than_logprobs_asked_gives_all_of_them():
+    z = jnp.array(_logits(2)[:, :5])
+    token = jnp.array([1, 2], jnp.int32)
+    ids, values = sampler.token_logprobs(z, token, 20)[2:]
+    assert ids.shape == values.shape == (2, 5)

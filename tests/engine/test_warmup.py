@@ -16,11 +16,13 @@ class ElementwiseModel:
     """A model without sums: the same bits in every shape, on every machine.
 
     `odd_rows` and `odd_tokens` plant a layer that rounds differently at one decode
-    batch size or chunk length; `mixes_rows` one that reads its neighbours.
+    batch size or chunk length; `mixes_rows` one that reads its neighbours,
+    `odd_starts` one whose bits depend on where chunks of that length start.
     """
 
     odd_rows: int = 0
     odd_tokens: int = 0
+    odd_starts: int = 0
     mixes_rows: bool = False
 
     def apply(self, variables, *args, method=None):
@@ -33,6 +35,9 @@ class ElementwiseModel:
         rows, tokens = inputs.tokens_BT.shape
         if (tokens == 1 and rows == self.odd_rows) or tokens == self.odd_tokens:
             hidden = hidden * (1 + 1e-6)
+        if tokens == self.odd_starts:
+            is_off_grid = inputs.positions_BT[:, :1, None] % tokens != 0
+            hidden = jnp.where(is_off_grid, hidden * (1 + 1e-6), hidden)
         if self.mixes_rows and tokens == 1:
             hidden = hidden + 1e-3 * hidden.mean(axis=0, keepdims=True)
         return ModelOutput(hidden_BTD=hidden), kv_cache
@@ -77,6 +82,21 @@ def test_a_chunk_length_that_rounds_differently_is_kept_out(tiny_checkpoint):
     config = warm_up(runner, None)
     assert config.prefill_shapes == ((1, 16), (1, 32))
     assert "2 bit classes" in runner.ledger.verdict["filling"]
+
+
+def test_a_chunk_whose_bits_depend_on_its_start_is_kept_out(tiny_checkpoint):
+    runner = _runner(tiny_checkpoint, odd_starts=64)
+    assert warm_up(runner, None).prefill_shapes == ((1, 16), (1, 32))
+    assert runner.ledger.entries["prefill[2x64]"].bit_class.endswith("*")
+
+
+def test_an_unsteady_pair_is_not_chosen_over_one_steady_shape(tiny_checkpoint):
+    runner = _runner(tiny_checkpoint)
+    warm_up(runner, None)
+    classes = {e.name: e.bit_class for e in runner.ledger.entries.values()}
+    classes |= {"prefill[1x32]": "B*", "prefill[2x64]": "B*"}
+    again = _runner(tiny_checkpoint)
+    assert warm_up(again, classes).prefill_shapes == ((1, 16),)
 
 
 def test_fast_mode_keeps_every_bucket_and_still_says_so(tiny_checkpoint):

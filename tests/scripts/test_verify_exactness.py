@@ -15,7 +15,7 @@ def run(monkeypatch, capsys):
     def whole(*words, **values):
         if not verify.FLAGS.is_parsed():
             verify.FLAGS(["verify_exactness"])
-        with flagsaver.flagsaver(config="tiny", requests=16, **values):
+        with flagsaver.flagsaver(config="tiny", num_requests=16, **values):
             code = verify.main(["verify_exactness", *words])
         printed = capsys.readouterr()
         lines = printed.out.strip().splitlines()
