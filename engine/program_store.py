@@ -12,6 +12,9 @@ import logging
 import os
 import pathlib
 import platform
+import re
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -27,11 +30,16 @@ from headrace.configs.schema import EngineConfig, ModelConfig
 logger = logging.getLogger(__name__)
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Configurations whose programs are kept; a key of SmolLM2 takes about 10 MB.
+_MAX_KEYS = 16
+_KEY = re.compile("[0-9a-f]{32}")
+_REMOVED = ".removed-"
 # Every file that a traced program passes through.
 _CODE = (
     "layers/**/*.py",
     "pallas_kernels/**/*.py",
     "engine/packed_layout.py",
+    "engine/page_moves.py",
     "engine/sampler.py",
     "engine/slots.py",
     "engine/steps.py",
@@ -128,7 +136,11 @@ def _code_hash() -> str:
 
 
 class ProgramStore:
-    """The programs of one key, in one folder."""
+    """The programs of one key, in one folder.
+
+    A folder may vanish at any time, when other engines have filled the cache since it
+    was last used; then its programs are compiled anew.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], key: str) -> None:
         self._folder = pathlib.Path(folder) / key
@@ -154,13 +166,22 @@ class ProgramStore:
         self._write(f"{_file_name(name)}.xla", blob)
 
     def load_facts(self) -> dict[str, Any] | None:
-        """What `save_facts` stored, or None."""
+        """What `save_facts` stored, or None; marks the folder as used now."""
+        with contextlib.suppress(OSError):
+            os.utime(self._folder)
         blob = self._read("facts.json")
         return None if blob is None else json.loads(blob)
 
     def save_facts(self, facts: dict[str, Any]) -> None:
-        """Stores JSON beside the programs: the verdict and the memory figures."""
+        """Stores JSON beside the programs: the verdict and the memory figures.
+
+        The end of a start that compiled; so it also makes room for the next ones.
+        """
         self._write("facts.json", json.dumps(facts).encode())
+        try:
+            _prune(self._folder)
+        except OSError as error:
+            logger.warning("cannot tidy %s: %s", self._folder.parent, error)
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -179,6 +200,28 @@ class ProgramStore:
                 file.write(hashlib.sha256(body).digest() + body)
         except OSError as error:
             logger.warning("cannot store %s: %s", name, error)
+
+
+def _prune(in_use: pathlib.Path) -> None:
+    """Keeps the folders of the `_MAX_KEYS` keys used last, `in_use` among them.
+
+    A folder is renamed before it is emptied: nobody finds half of one.
+    """
+    for left in in_use.parent.glob(f"{_REMOVED}*"):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    used_at: dict[pathlib.Path, float] = {}
+    for folder in in_use.parent.iterdir():
+        if _KEY.fullmatch(folder.name) and folder != in_use:
+            with contextlib.suppress(FileNotFoundError):  # another process tidies too
+                used_at[folder] = folder.stat().st_mtime
+    oldest_first = sorted(used_at, key=lambda folder: used_at[folder])
+    for folder in oldest_first[: max(0, len(used_at) + 1 - _MAX_KEYS)]:
+        # A unique name, empty: what a rename of a folder may replace.
+        removed = tempfile.mkdtemp(dir=folder.parent, prefix=_REMOVED)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(folder, removed)
+            logger.info("removed the programs of %s, long unused", folder.name)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _file_name(name: str) -> str:

@@ -84,3 +84,18 @@ def test_folders_of_stored_code_are_the_owners_alone_from_the_first_one_made(tmp
     made = [path for path in tmp_path.rglob("*") if path.is_dir()]
     assert len(made) == 3
     assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
+
+
+def test_cache_keeps_the_sets_of_programs_used_last_and_nothing_else_is_touched(
+    tmp_path,
+):
+    for i in range(20):
+        store = ProgramStore(tmp_path, f"{i:032x}")
+        store.save_facts({"i": i})
+        os.utime(tmp_path / f"{i:032x}", (1000 + i, 1000 + i))
+    (tmp_path / "notes").mkdir()
+    first = ProgramStore(tmp_path, f"{4:032x}")
+    assert first.load_facts() == {"i": 4}  # marks it as used now
+    ProgramStore(tmp_path, f"{99:032x}").save_facts({})
+    kept = sorted(p.name for p in tmp_path.iterdir())
+    assert kept == sorted(["notes", *(f"{i:032x}" for i in (4, *range(6, 20), 99))])
