@@ -13,7 +13,9 @@ def interrupts_wait() -> Iterator[None]:
 
     In between, donated arrays are gone and sampled tokens not booked yet.
     """
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    # None: a handler that Python did not set, and could not set again.
+    if not is_main or signal.getsignal(signal.SIGINT) is None:
         yield
         return
     came: list[tuple[int, Any]] = []

@@ -8,6 +8,7 @@ the host. Owns scheduler, pages, runner, and each request's output; `LLM` and
 `AsyncLLM` are the ways to hold it.
 """
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -23,7 +24,7 @@ from headrace.engine.meter import Meter
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.outputs import FinishReason
 from headrace.engine.prefix_hash import chain_seed, name_pages
-from headrace.engine.request import Request, make_request
+from headrace.engine.request import Request, RequestStatus, make_request
 from headrace.engine.request_state import RequestState
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.schedule import Schedule
@@ -241,4 +242,10 @@ class EngineLoop:
     def _fail(self, error: Exception) -> None:
         """Device arrays may be gone: nothing can go on, and nobody is left waiting."""
         self._failure = f"the engine has failed and must be built anew: {error}"
-        self.cancel(*self._states.values(), reason="error")
+        for state in self._states.values():
+            request = state.request
+            with contextlib.suppress(Exception):  # the books may be out of step, too
+                self.cancel(state, reason="error")
+            if not state.is_finished:
+                request.status, request.finish_reason = RequestStatus.FINISHED, "error"
+                state.end()

@@ -34,6 +34,13 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _MAX_KEYS = 16
 _KEY = re.compile("[0-9a-f]{32}")
 _REMOVED = ".removed-"
+# Settings of the host alone: they change no program, and no bit class.
+_HOST_ONLY = {
+    "policy", "ageing_s", "max_queued_requests", "max_queued_tokens",
+    "max_queue_delay_s", "max_tokens_per_step", "prefill_calls_per_decode",
+    "host_kv_bytes", "prefix_cache", "multi_tenant", "memory_fraction", "numerics",
+    "compile_threads",
+}  # fmt: skip
 # Every file that a traced program passes through.
 _CODE = (
     "layers/**/*.py",
@@ -102,7 +109,11 @@ def program_key(model_config: ModelConfig, engine_config: EngineConfig) -> str:
     device = jax.devices()[0]
     facts = {
         "model": model_config.to_mapping(),
-        "engine": engine_config.to_mapping(),
+        "engine": {
+            name: value
+            for name, value in engine_config.to_mapping().items()
+            if name not in _HOST_ONLY
+        },
         "versions": [jax.__version__, jaxlib.__version__, platform.python_version()],
         "device": [device.platform, device.device_kind, jax.device_count()],
         "processor": _processor(),

@@ -99,3 +99,10 @@ def test_cache_keeps_the_sets_of_programs_used_last_and_nothing_else_is_touched(
     ProgramStore(tmp_path, f"{99:032x}").save_facts({})
     kept = sorted(p.name for p in tmp_path.iterdir())
     assert kept == sorted(["notes", *(f"{i:032x}" for i in (4, *range(6, 20), 99))])
+
+
+def test_key_changes_with_what_programs_depend_on_only():
+    key = program_key(MODEL, CONFIG)
+    same = dataclasses.replace(CONFIG, policy="fair", prefill_calls_per_decode=3)
+    other = dataclasses.replace(CONFIG, page_size=32)
+    assert program_key(MODEL, same) == key != program_key(MODEL, other)
