@@ -26,6 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from headrace.checkpoints.cache_dir import atomic_write
 from headrace.configs.schema import EngineConfig, ModelConfig
+from headrace.pallas_kernels.paged_attention.api import cpu_identity
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ _HOST_ONLY = {
 _CODE = (
     "layers/**/*.py",
     "pallas_kernels/**/*.py",
+    "pallas_kernels/**/*.cc",
     "engine/packed_layout.py",
     "engine/page_moves.py",
     "engine/sampler.py",
@@ -124,6 +126,12 @@ def program_key(model_config: ModelConfig, engine_config: EngineConfig) -> str:
         "x64": bool(jax.config.jax_enable_x64),
         "precision": str(jax.config.jax_default_matmul_precision),
         "code": _code_hash(),
+        "native": cpu_identity(
+            model_config.group_size,
+            model_config.head_dim,
+            engine_config.page_size,
+            engine_config.kv_dtype or "float32",
+        ),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -45,6 +45,13 @@ def test_listed_packages_are_the_folders_that_hold_code():
     assert sorted(listed) == sorted(["headrace", *names])
 
 
+def test_cpp_sources_are_installed_with_their_package():
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    folders = {p.parent for name in FOLDERS for p in (ROOT / name).rglob("*.cc")}
+    names = {".".join(("headrace", *f.relative_to(ROOT).parts)) for f in folders}
+    assert names == {name for name, patterns in data.items() if "*.cc" in patterns}
+
+
 def test_every_code_folder_has_an_init_file():
     folders = {path.parent for path in source_files()}
     assert [str(f) for f in folders if not (f / "__init__.py").exists()] == []

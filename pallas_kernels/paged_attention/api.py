@@ -1,10 +1,15 @@
 """Paged attention: checks the arguments and chooses an implementation.
 
-Today there is one, plain XLA. Nobody outside this folder calls anything else in it.
+On a CPU with a C++ compiler that is `cpu.cc`, else plain XLA. Nobody outside this
+folder calls anything else in it.
 """
 
+import functools
+
+import jax
 from jaxtyping import Array, Float, Int
 
+from headrace.pallas_kernels.paged_attention import cpu
 from headrace.pallas_kernels.paged_attention.xla import (
     KEY_BLOCK,
     paged_attention_xla,
@@ -56,11 +61,34 @@ def paged_attention(
         raise ValueError(f"the page size must divide {KEY_BLOCK}, got {C}")
     if not 0 <= layer < k_pages.shape[0]:
         raise ValueError(f"layer must lie in [0, {k_pages.shape[0] - 1}], got {layer}")
-    return paged_attention_xla(
-        q_BTKGH,
-        pools,
-        layer,
-        page_table_BM=page_table_BM,
-        positions_BT=positions_BT,
-        context_len_B=context_len_B,
-    )
+    rest = {
+        "pools": pools,
+        "layer": layer,
+        "page_table_BM": page_table_BM,
+        "positions_BT": positions_BT,
+        "context_len_B": context_len_B,
+    }
+    plain = functools.partial(paged_attention_xla, **rest)
+    if not cpu_identity(q_BTKGH.shape[3], H, C, k_pages.dtype.name):
+        return plain(q_BTKGH)
+    native = functools.partial(cpu.paged_attention_cpu, **rest)
+    return jax.lax.platform_dependent(q_BTKGH, cpu=native, default=plain)
+
+
+def cpu_identity(group: int, head_dim: int, page_size: int, dtype: str) -> str:
+    """Makes the CPU's kernel ready, and names what its machine code depends on.
+
+    Programs stored by an earlier process call the kernel by name: this registers it.
+
+    Args:
+      group: query heads per kv head.
+      head_dim: their size.
+      page_size: tokens per page.
+      dtype: of the pools.
+
+    Returns:
+      A hash for the key of stored programs; the empty string where plain XLA serves.
+    """
+    if jax.default_backend() != "cpu":
+        return ""
+    return cpu.identity(group, head_dim, page_size, dtype)

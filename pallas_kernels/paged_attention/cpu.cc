@@ -1,0 +1,331 @@
+// Paged attention on a CPU: reads keys and values in their pages, where plain XLA must
+// gather them first. Compiled on the machine that runs it, once per head size, with
+//   -DHEADRACE_HEAD_DIM=H  a multiple of 16
+// One task is one row, one kv head and a few query tokens. A query's arithmetic knows
+// nothing but its own query, page table and limit, so its bits depend neither on the
+// other rows nor on how many tokens or threads share the call.
+//
+// Online softmax over absolute blocks of 128 keys: Milakov and Gimelshein 2018.
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int H = HEADRACE_HEAD_DIM;
+constexpr int LANES = 16;
+constexpr int VECTORS = H / LANES;
+constexpr int KEY_BLOCK = 128;
+// Queries of one task, and of one pass over a block of keys.
+constexpr int MAX_QUERIES = 64;
+constexpr int TARGET_QUERIES = 24;
+constexpr int TILE = 4;
+constexpr float MASKED = -1e30f;
+static_assert(H % LANES == 0, "the head size must be a multiple of 16");
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+inline Floats load(const float* from) {
+  Floats value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+// bfloat16 is the upper half of a float.
+inline Floats load(const uint16_t* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  Words words = __builtin_convertvector(halves, Words) << 16;
+  Floats value;
+  std::memcpy(&value, &words, sizeof value);
+  return value;
+}
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+inline Floats fill(float value) { return Floats{} + value; }
+
+#define SIXTEEN(f)                                                                  \
+  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), \
+      f(13), f(14), f(15)
+
+// Adds lanes DISTANCE apart: those of a stay where bit DISTANCE of the lane is 0, those
+// of b where it is 1.
+template <int DISTANCE>
+inline Floats fold(Floats a, Floats b) {
+#define STAYS(i) ((i & DISTANCE) ? i + LANES : i)
+#define COMES(i) ((i & DISTANCE) ? (i ^ DISTANCE) + LANES : (i ^ DISTANCE))
+  return __builtin_shufflevector(a, b, SIXTEEN(STAYS)) +
+         __builtin_shufflevector(a, b, SIXTEEN(COMES));
+#undef STAYS
+#undef COMES
+}
+
+// Products of one query with 2 * DISTANCE keys from FIRST on; after DISTANCE 8, lane i
+// holds the whole product with key i.
+template <int DISTANCE, int FIRST, class Element>
+inline Floats dots(const Floats* q, const Element* keys) {
+  if constexpr (DISTANCE == 0) {
+    Floats sum = q[0] * load(keys + FIRST * H);
+    for (int h = 1; h < VECTORS; ++h) sum += q[h] * load(keys + FIRST * H + h * LANES);
+    return sum;
+  } else {
+    return fold<DISTANCE>(dots<DISTANCE / 2, FIRST>(q, keys),
+                          dots<DISTANCE / 2, FIRST + DISTANCE>(q, keys));
+  }
+}
+
+inline float sum_of(Floats v) {
+  v = fold<8>(v, v);
+  v = fold<4>(v, v);
+  v = fold<2>(v, v);
+  return fold<1>(v, v)[0];
+}
+
+inline float max_of(Floats v) {
+  float top = v[0];
+  for (int i = 1; i < LANES; ++i) top = std::max(top, v[i]);
+  return top;
+}
+
+// exp for x <= 0, within 2 units in the last place; below -87 it stays at exp(-87).
+// Source: Moshier, Cephes, expf.c: range reduction by ln 2 in two parts, polynomial.
+inline Floats exp_of(Floats x) {
+  x = x < fill(-87.0f) ? fill(-87.0f) : x;
+  const float rounds = 12582912.0f;  // 1.5 * 2**23: adding it rounds to an integer
+  Floats n = (x * 1.44269504f + rounds) - rounds;
+  Floats r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Floats p = fill(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
+  Floats power;
+  std::memcpy(&power, &bits, sizeof power);
+  return p * power;
+}
+
+// Up to 128 keys: where each page of the block begins.
+template <class Element>
+struct Block {
+  const Element* k_pages[KEY_BLOCK / LANES];
+  const Element* v_pages[KEY_BLOCK / LANES];
+  int page_size;
+  int first;     // position of the block's first key
+  int num_keys;  // that any query of the task sees
+};
+
+struct Query {
+  float q[H];
+  float out[H];
+  float top;
+  float total;
+  int limit;  // keys that it sees
+};
+
+// Turns scores of one block into weights, and rescales what the query has so far.
+// Returns nothing new for keys that the query does not see: their weight is 0.
+inline void weigh(float* score, int first, int num_keys, Query& query) {
+  int seen = std::clamp(query.limit - first, 0, num_keys);
+  int padded = (num_keys + LANES - 1) / LANES * LANES;
+  for (int s = seen; s < padded; ++s) score[s] = MASKED;
+  Floats tops = fill(query.top);
+  for (int s = 0; s < padded; s += LANES) {
+    Floats x = load(score + s);
+    tops = x > tops ? x : tops;
+  }
+  float top = max_of(tops);
+  float shrink = query.top == top ? 1.0f : exp_of(fill(query.top - top))[0];
+  for (int s = 0; s < padded; s += LANES) store(score + s, exp_of(load(score + s) - top));
+  for (int s = seen; s < padded; ++s) score[s] = 0.0f;
+  Floats total{};
+  for (int s = 0; s < padded; s += LANES) total += load(score + s);
+  query.top = top;
+  query.total = query.total * shrink + sum_of(total);
+  for (int h = 0; h < H; h += LANES) store(query.out + h, load(query.out + h) * shrink);
+}
+
+template <int N, class Element>
+void attend_block(const Block<Element>& block, Query* queries) {
+  alignas(64) float score[N][KEY_BLOCK];
+  const int C = block.page_size;
+  Floats q[N][VECTORS];
+  for (int n = 0; n < N; ++n)
+    for (int h = 0; h < VECTORS; ++h) q[n][h] = load(queries[n].q + h * LANES);
+  // A page's rows past the context are read too: their scores are masked.
+  for (int s = 0; s < block.num_keys; s += LANES) {
+    const Element* keys = block.k_pages[s / C] + s % C * H;
+    for (int n = 0; n < N; ++n) store(score[n] + s, dots<8, 0>(q[n], keys));
+  }
+  for (int n = 0; n < N; ++n) weigh(score[n], block.first, block.num_keys, queries[n]);
+  Floats out[N][VECTORS];
+  for (int n = 0; n < N; ++n)
+    for (int h = 0; h < VECTORS; ++h) out[n][h] = load(queries[n].out + h * LANES);
+  // Values past the context are never read: they may be NaN, and 0 * NaN is NaN.
+  for (int s = 0; s < block.num_keys; ++s) {
+    const Element* value = block.v_pages[s / C] + s % C * H;
+    for (int n = 0; n < N; ++n) {
+      Floats weight = fill(score[n][s]);
+      for (int h = 0; h < VECTORS; ++h) out[n][h] += weight * load(value + h * LANES);
+    }
+  }
+  for (int n = 0; n < N; ++n)
+    for (int h = 0; h < VECTORS; ++h) store(queries[n].out + h * LANES, out[n][h]);
+}
+
+template <class Element>
+struct Call {
+  const float* q_BTKGH;
+  const Element *k_LPKCH, *v_LPKCH;
+  const int32_t *table_BM, *positions_BT, *context_B;
+  float* out_BTKGH;
+  int B, T, K, G, M, P, C, layer, tokens_per_task;
+  float scale;
+
+  int num_chunks() const { return (T + tokens_per_task - 1) / tokens_per_task; }
+  int num_tasks() const { return B * K * num_chunks(); }
+
+  int64_t offset(int b, int t, int k) const {
+    return ((static_cast<int64_t>(b) * T + t) * K + k) * G * H;
+  }
+
+  void run(int task) const {
+    int chunk = task % num_chunks(), k = task / num_chunks() % K;
+    int b = task / num_chunks() / K;
+    int begin = chunk * tokens_per_task, end = std::min(T, begin + tokens_per_task);
+    int num_queries = (end - begin) * G, longest = 0;
+    Query queries[MAX_QUERIES];
+    for (int n = 0; n < num_queries; ++n) {
+      int t = begin + n / G;
+      Query& query = queries[n];
+      const float* from = q_BTKGH + offset(b, t, k) + n % G * H;
+      for (int h = 0; h < H; ++h) query.q[h] = from[h] * scale, query.out[h] = 0.0f;
+      query.top = MASKED, query.total = 0.0f;
+      query.limit = std::min({positions_BT[b * T + t] + 1, context_B[b], M * C});
+      longest = std::max(longest, query.limit);
+    }
+    for (int first = 0; first < longest; first += KEY_BLOCK)
+      attend(block_of(b, k, first, std::min(KEY_BLOCK, longest - first)), queries,
+             num_queries);
+    for (int n = 0; n < num_queries; ++n) {
+      float* to = out_BTKGH + offset(b, begin + n / G, k) + n % G * H;
+      float total = queries[n].total > 0.0f ? queries[n].total : 1.0f;
+      for (int h = 0; h < H; ++h) to[h] = queries[n].out[h] / total;
+    }
+  }
+
+  Block<Element> block_of(int b, int k, int first, int num_keys) const {
+    Block<Element> block;
+    block.page_size = C, block.first = first, block.num_keys = num_keys;
+    for (int j = 0; j * C < num_keys; ++j) {
+      int64_t page = table_BM[static_cast<int64_t>(b) * M + first / C + j];
+      int64_t at = ((static_cast<int64_t>(layer) * P + page) * K + k) * C * H;
+      block.k_pages[j] = k_LPKCH + at, block.v_pages[j] = v_LPKCH + at;
+    }
+    return block;
+  }
+
+  static void attend(const Block<Element>& block, Query* queries, int num_queries) {
+    for (; num_queries >= TILE; queries += TILE, num_queries -= TILE)
+      attend_block<TILE>(block, queries);
+    if (num_queries == 3) attend_block<3>(block, queries);
+    if (num_queries == 2) attend_block<2>(block, queries);
+    if (num_queries == 1) attend_block<1>(block, queries);
+  }
+};
+
+// Tasks are handed out one by one: rows differ in length. The calling thread works too,
+// so a pool without a free thread delays nothing.
+template <class Element>
+struct Work {
+  Call<Element> call;
+  std::atomic<int> next{0}, done{0};
+  std::mutex mutex;
+  std::condition_variable all_done;
+
+  void help() {
+    int mine = 0, total = call.num_tasks();
+    for (int task; (task = next.fetch_add(1)) < total; ++mine) call.run(task);
+    if (mine > 0 && done.fetch_add(mine) + mine == total) {
+      std::lock_guard<std::mutex> lock(mutex);
+      all_done.notify_all();
+    }
+  }
+
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    all_done.wait(lock, [this] { return done.load() == call.num_tasks(); });
+  }
+};
+
+template <ffi::DataType type, class Element>
+ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
+                           ffi::Buffer<type> k, ffi::Buffer<type> v,
+                           ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> positions,
+                           ffi::Buffer<ffi::S32> context,
+                           ffi::ResultBuffer<ffi::F32> out, int64_t layer) {
+  auto q_shape = q.dimensions(), pool_shape = k.dimensions();
+  int G = static_cast<int>(q_shape[3]);
+  if (G > MAX_QUERIES || q_shape[4] != H || pool_shape[3] % LANES != 0)
+    return ffi::Error::InvalidArgument("shapes that this kernel was not built for");
+  auto work = std::make_shared<Work<Element>>();
+  work->call = {
+      q.typed_data(),
+      reinterpret_cast<const Element*>(k.untyped_data()),
+      reinterpret_cast<const Element*>(v.untyped_data()),
+      table.typed_data(),
+      positions.typed_data(),
+      context.typed_data(),
+      out->typed_data(),
+      static_cast<int>(q_shape[0]),
+      static_cast<int>(q_shape[1]),
+      static_cast<int>(q_shape[2]),
+      G,
+      static_cast<int>(table.dimensions()[1]),
+      static_cast<int>(pool_shape[1]),
+      static_cast<int>(pool_shape[3]),
+      static_cast<int>(layer),
+      std::max(1, TARGET_QUERIES / G),
+      1.0f / __builtin_sqrtf(static_cast<float>(H)),
+  };
+  int helpers = std::min<int>(pool.num_threads(), work->call.num_tasks()) - 1;
+  for (int i = 0; i < helpers; ++i) pool.Schedule([work] { work->help(); });
+  work->help();
+  work->wait();
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#define HANDLER(symbol, type, Element)                            \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                  \
+      symbol, (paged_attention<type, Element>),                   \
+      ffi::Ffi::Bind()                                            \
+          .Ctx<ffi::ThreadPool>()                                 \
+          .Arg<ffi::Buffer<ffi::F32>>()                           \
+          .Arg<ffi::Buffer<type>>()                               \
+          .Arg<ffi::Buffer<type>>()                               \
+          .Arg<ffi::Buffer<ffi::S32>>()                           \
+          .Arg<ffi::Buffer<ffi::S32>>()                           \
+          .Arg<ffi::Buffer<ffi::S32>>()                           \
+          .Ret<ffi::Buffer<ffi::F32>>()                           \
+          .Attr<int64_t>("layer"))
+
+HANDLER(paged_attention_float32, ffi::F32, float);
+HANDLER(paged_attention_bfloat16, ffi::BF16, uint16_t);
