@@ -26,7 +26,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from headrace.checkpoints.cache_dir import atomic_write
 from headrace.configs.schema import EngineConfig, ModelConfig
-from headrace.pallas_kernels.paged_attention.api import cpu_identity
+from headrace.pallas_kernels.paged_attention import api as paged_attention
+from headrace.pallas_kernels.row_matmul import api as row_matmul
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ _CODE = (
     "layers/**/*.py",
     "pallas_kernels/**/*.py",
     "pallas_kernels/**/*.cc",
+    "pallas_kernels/**/*.h",
     "engine/packed_layout.py",
     "engine/page_moves.py",
     "engine/sampler.py",
@@ -126,14 +128,20 @@ def program_key(model_config: ModelConfig, engine_config: EngineConfig) -> str:
         "x64": bool(jax.config.jax_enable_x64),
         "precision": str(jax.config.jax_default_matmul_precision),
         "code": _code_hash(),
-        "native": cpu_identity(
-            model_config.group_size,
-            model_config.head_dim,
-            engine_config.page_size,
-            engine_config.kv_dtype or "float32",
-        ),
+        "native": _native_kernels(model_config, engine_config),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _native_kernels(model: ModelConfig, engine: EngineConfig) -> list[str]:
+    """What the CPU's own kernels depend on; makes them ready for stored programs."""
+    attention = paged_attention.cpu_identity(
+        model.group_size,
+        model.head_dim,
+        engine.page_size,
+        engine.kv_dtype or "float32",
+    )
+    return [attention, row_matmul.cpu_identity(engine.param_dtype or "float32")]
 
 
 def _processor() -> str:

@@ -84,7 +84,10 @@ def _resolve_buckets(config: EngineConfig, context: int, on_cpu: bool) -> Engine
     sizes, slots = config.decode_batch_sizes, config.num_slots
     slots = slots or (sizes[-1] if sizes else (64 if on_cpu else 256))
     if sizes is None:
+        # Small ones serve only where the probe finds them in the class of the others,
+        # as it does with the CPU's own kernels.
         ladder = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+        ladder = (1, 4, *ladder) if on_cpu else ladder
         sizes = (*(size for size in ladder if size < slots), slots)
     shapes = config.prefill_shapes
     if shapes is None:

@@ -1,12 +1,13 @@
 """The only place that multiplies by a weight.
 
-Weights are stored (out, in) and multiplied as `(w @ x.T).T`: on a CPU this runs at
-memory speed for one row, where `x @ w.T` falls to a fifteenth of it, and on a GPU it
-is the same GEMM. Quantized weights and LoRA will enter here and nowhere else.
+Weights are stored (out, in). Quantized weights and LoRA will enter here and nowhere
+else.
 """
 
 from flax import linen as nn
 from jaxtyping import Array, Float
+
+from headrace.pallas_kernels.row_matmul.api import row_matmul
 
 
 def matmul(
@@ -22,7 +23,7 @@ def matmul(
       `x @ w.T`, with x's leading axes and x's dtype.
     """
     x_RI = x_XI.reshape(-1, x_XI.shape[-1])
-    y_RO = (w_OI.astype(x_RI.dtype) @ x_RI.T).T
+    y_RO = row_matmul(w_OI, x_RI)
     return y_RO.reshape(*x_XI.shape[:-1], w_OI.shape[0])
 
 

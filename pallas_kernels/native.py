@@ -23,7 +23,12 @@ import jaxlib
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-w")
+# Contraction: the same sum must be fused alike in each of a template's forms.
+_FLAGS = (
+    "-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-shared",
+    "-w",
+)  # fmt: skip
+_SHARED = pathlib.Path(__file__).with_name("cpu_tasks.h")
 _TIMEOUT_S = 300
 
 
@@ -55,7 +60,7 @@ def identity() -> str:
 
 @functools.cache
 def load(
-    source: pathlib.Path, defines: tuple[tuple[str, int], ...]
+    source: pathlib.Path, defines: tuple[tuple[str, int], ...] = ()
 ) -> ctypes.CDLL | None:
     """The library of a C++ source, built if this machine has not built it before.
 
@@ -70,7 +75,7 @@ def load(
     if path is None:
         logger.warning("no C++ compiler: plain XLA instead of %s", source.name)
         return None
-    text = source.read_bytes()
+    text = source.read_bytes() + _SHARED.read_bytes()
     key = hashlib.sha256(repr((identity(), defines)).encode() + text).hexdigest()[:32]
     library = _folder() / f"{source.parent.name}-{key}.so"
     try:

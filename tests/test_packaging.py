@@ -47,9 +47,10 @@ def test_listed_packages_are_the_folders_that_hold_code():
 
 def test_cpp_sources_are_installed_with_their_package():
     data = PROJECT["tool"]["setuptools"]["package-data"]
-    folders = {p.parent for name in FOLDERS for p in (ROOT / name).rglob("*.cc")}
-    names = {".".join(("headrace", *f.relative_to(ROOT).parts)) for f in folders}
-    assert names == {name for name, patterns in data.items() if "*.cc" in patterns}
+    for pattern in ("*.cc", "*.h"):
+        folders = {p.parent for name in FOLDERS for p in (ROOT / name).rglob(pattern)}
+        names = {".".join(("headrace", *f.relative_to(ROOT).parts)) for f in folders}
+        assert names == {name for name, patterns in data.items() if pattern in patterns}
 
 
 def test_every_code_folder_has_an_init_file():

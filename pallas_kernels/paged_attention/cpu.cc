@@ -7,22 +7,18 @@
 //
 // Online softmax over absolute blocks of 128 keys: Milakov and Gimelshein 2018.
 
-#include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <mutex>
-
-#include "xla/ffi/api/ffi.h"
+#include "../cpu_tasks.h"
 
 namespace {
 
 namespace ffi = xla::ffi;
+using headrace::fill;
+using headrace::Floats;
+using headrace::LANES;
+using headrace::load;
+using headrace::store;
 
 constexpr int H = HEADRACE_HEAD_DIM;
-constexpr int LANES = 16;
 constexpr int VECTORS = H / LANES;
 constexpr int KEY_BLOCK = 128;
 // Queries of one task, and of one pass over a block of keys.
@@ -32,34 +28,7 @@ constexpr int TILE = 4;
 constexpr float MASKED = -1e30f;
 static_assert(H % LANES == 0, "the head size must be a multiple of 16");
 
-typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-
-inline Floats load(const float* from) {
-  Floats value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-
-// bfloat16 is the upper half of a float.
-inline Floats load(const uint16_t* from) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof halves);
-  Words words = __builtin_convertvector(halves, Words) << 16;
-  Floats value;
-  std::memcpy(&value, &words, sizeof value);
-  return value;
-}
-
-inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
-
-inline Floats fill(float value) { return Floats{} + value; }
-
-#define SIXTEEN(f)                                                                  \
-  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), \
-      f(13), f(14), f(15)
 
 // Adds lanes DISTANCE apart: those of a stay where bit DISTANCE of the lane is 0, those
 // of b where it is 1.
@@ -67,8 +36,8 @@ template <int DISTANCE>
 inline Floats fold(Floats a, Floats b) {
 #define STAYS(i) ((i & DISTANCE) ? i + LANES : i)
 #define COMES(i) ((i & DISTANCE) ? (i ^ DISTANCE) + LANES : (i ^ DISTANCE))
-  return __builtin_shufflevector(a, b, SIXTEEN(STAYS)) +
-         __builtin_shufflevector(a, b, SIXTEEN(COMES));
+  return __builtin_shufflevector(a, b, HEADRACE_SIXTEEN(STAYS)) +
+         __builtin_shufflevector(a, b, HEADRACE_SIXTEEN(COMES));
 #undef STAYS
 #undef COMES
 }
@@ -250,30 +219,6 @@ struct Call {
   }
 };
 
-// Tasks are handed out one by one: rows differ in length. The calling thread works too,
-// so a pool without a free thread delays nothing.
-template <class Element>
-struct Work {
-  Call<Element> call;
-  std::atomic<int> next{0}, done{0};
-  std::mutex mutex;
-  std::condition_variable all_done;
-
-  void help() {
-    int mine = 0, total = call.num_tasks();
-    for (int task; (task = next.fetch_add(1)) < total; ++mine) call.run(task);
-    if (mine > 0 && done.fetch_add(mine) + mine == total) {
-      std::lock_guard<std::mutex> lock(mutex);
-      all_done.notify_all();
-    }
-  }
-
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex);
-    all_done.wait(lock, [this] { return done.load() == call.num_tasks(); });
-  }
-};
-
 template <ffi::DataType type, class Element>
 ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
                            ffi::Buffer<type> k, ffi::Buffer<type> v,
@@ -284,8 +229,8 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
   int G = static_cast<int>(q_shape[3]);
   if (G > MAX_QUERIES || q_shape[4] != H || pool_shape[3] % LANES != 0)
     return ffi::Error::InvalidArgument("shapes that this kernel was not built for");
-  auto work = std::make_shared<Work<Element>>();
-  work->call = {
+  auto call = std::make_shared<Call<Element>>();
+  *call = {
       q.typed_data(),
       reinterpret_cast<const Element*>(k.untyped_data()),
       reinterpret_cast<const Element*>(v.untyped_data()),
@@ -304,10 +249,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
       std::max(1, TARGET_QUERIES / G),
       1.0f / __builtin_sqrtf(static_cast<float>(H)),
   };
-  int helpers = std::min<int>(pool.num_threads(), work->call.num_tasks()) - 1;
-  for (int i = 0; i < helpers; ++i) pool.Schedule([work] { work->help(); });
-  work->help();
-  work->wait();
+  headrace::run_tasks<Call<Element>>(pool, call);
   return ffi::Error::Success();
 }
 

@@ -117,5 +117,5 @@ def test_sizes_that_are_given_are_kept():
     )
     config = resolve(SMOL, config, CPU)
     assert (config.num_slots, config.num_pages, config.kv_dtype) == (3, 20, "bfloat16")
-    assert config.decode_batch_sizes == (3,)
+    assert config.decode_batch_sizes == (1, 3)
     assert all(tokens < 100 for _, tokens in config.prefill_shapes)

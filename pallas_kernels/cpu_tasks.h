@@ -1,0 +1,115 @@
+// What the C++ kernels of the CPU share: vectors of 16 floats, and tasks on XLA's threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace headrace {
+
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(64)));
+
+inline Floats load(const float* from) {
+  Floats value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+// bfloat16 is the upper half of a float.
+inline Floats load(const uint16_t* from) {
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  typedef uint32_t Words __attribute__((vector_size(64)));
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  Words words = __builtin_convertvector(halves, Words) << 16;
+  Floats value;
+  std::memcpy(&value, &words, sizeof value);
+  return value;
+}
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+// Written out: `Floats{} + x` would add a zero, which is not free.
+inline Floats fill(float x) { return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+#define HEADRACE_SIXTEEN(f)                                                         \
+  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), \
+      f(13), f(14), f(15)
+
+// One of the four steps that transpose 16 vectors: swaps blocks of DISTANCE lanes.
+template <int DISTANCE>
+inline void swap_blocks(Floats* rows) {
+#define HEADRACE_LOW(l) ((l & DISTANCE) ? LANES + l - DISTANCE : l)
+#define HEADRACE_HIGH(l) ((l & DISTANCE) ? LANES + l : l + DISTANCE)
+  for (int i = 0; i < LANES; ++i) {
+    if (i & DISTANCE) continue;
+    Floats a = rows[i], b = rows[i + DISTANCE];
+    rows[i] = __builtin_shufflevector(a, b, HEADRACE_SIXTEEN(HEADRACE_LOW));
+    rows[i + DISTANCE] = __builtin_shufflevector(a, b, HEADRACE_SIXTEEN(HEADRACE_HIGH));
+  }
+#undef HEADRACE_LOW
+#undef HEADRACE_HIGH
+}
+
+inline void transpose_block(Floats* rows) {
+  swap_blocks<8>(rows);
+  swap_blocks<4>(rows);
+  swap_blocks<2>(rows);
+  swap_blocks<1>(rows);
+}
+
+// to[c * to_stride + r] = from[r * from_stride + c] for r < rows, c < columns.
+inline void transpose(const float* from, int64_t from_stride, int64_t rows,
+                      int64_t columns, float* to, int64_t to_stride) {
+  int64_t r = 0;
+  for (; r + LANES <= rows; r += LANES) {
+    int64_t c = 0;
+    for (; c + LANES <= columns; c += LANES) {
+      Floats block[LANES];
+      for (int i = 0; i < LANES; ++i) block[i] = load(from + (r + i) * from_stride + c);
+      transpose_block(block);
+      for (int i = 0; i < LANES; ++i) store(to + (c + i) * to_stride + r, block[i]);
+    }
+    for (int i = 0; i < LANES; ++i)
+      for (int64_t rest = c; rest < columns; ++rest)
+        to[rest * to_stride + r + i] = from[(r + i) * from_stride + rest];
+  }
+  for (; r < rows; ++r)
+    for (int64_t c = 0; c < columns; ++c) to[c * to_stride + r] = from[r * from_stride + c];
+}
+
+// Runs call->run(0) .. call->run(call->num_tasks() - 1), each once, on all threads of
+// XLA's pool. Tasks are handed out one by one, since they differ in size. The calling
+// thread works too, so a pool without a free thread delays nothing.
+template <class Call>
+void run_tasks(xla::ffi::ThreadPool pool, std::shared_ptr<const Call> call) {
+  struct Progress {
+    std::atomic<int> next{0}, done{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
+  };
+  auto progress = std::make_shared<Progress>();
+  const int total = call->num_tasks();
+  auto help = [call, progress, total] {
+    int mine = 0;
+    for (int task; (task = progress->next.fetch_add(1)) < total; ++mine) call->run(task);
+    if (mine > 0 && progress->done.fetch_add(mine) + mine == total) {
+      std::lock_guard<std::mutex> lock(progress->mutex);
+      progress->all_done.notify_all();
+    }
+  };
+  int helpers = static_cast<int>(std::min<int64_t>(pool.num_threads(), total)) - 1;
+  for (int i = 0; i < helpers; ++i) pool.Schedule([help] { help(); });
+  help();
+  std::unique_lock<std::mutex> lock(progress->mutex);
+  progress->all_done.wait(lock, [&] { return progress->done.load() == total; });
+}
+
+}  // namespace headrace

@@ -1,0 +1,1 @@
+"""Rows times a weight stored (out, in); `api.row_matmul` is the entrance."""

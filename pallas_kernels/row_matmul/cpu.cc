@@ -1,0 +1,183 @@
+// y = x @ w.T on a CPU, for weights stored (out, in) and any number of rows of x.
+// Compiled on the machine that runs it.
+//
+// Each element of y is one chain of fused multiply-adds over the inputs in order, whatever
+// the number of rows and the row's place among them. So its bits depend on its row and its
+// weights alone: one bit class from 1 row to thousands. Weights are read once, as they are
+// stored; nothing packs them, which is what the products of XLA pay for at every call.
+//
+// Few rows: outputs lie in the lanes of a vector, 16 x 16 weights are transposed in
+// registers. More rows: rows of x lie in the lanes, a weight is broadcast to them; blocking
+// as in Goto and van de Geijn 2008, sections 4 and 5.
+
+#include "../cpu_tasks.h"
+
+#include <vector>
+
+namespace {
+
+namespace ffi = xla::ffi;
+using headrace::fill;
+using headrace::Floats;
+using headrace::LANES;
+using headrace::load;
+using headrace::store;
+
+// Rows up to which outputs lie in the lanes.
+constexpr int FEW_ROWS = 8;
+constexpr int MAX_VECTORS = 4;
+constexpr int PANEL = MAX_VECTORS * LANES;
+// Outputs of one task: a multiple of 16 and of the tiles 12 and 6.
+constexpr int OUTPUTS = 48;
+// How far ahead a weight's row is fetched, in weights.
+constexpr int AHEAD = 96;
+
+struct Weights {
+  const float* w;  // the first of the outputs in question
+  int64_t I;
+};
+
+// Sixteen outputs of R rows.
+template <int R>
+inline void sixteen_outputs(Weights weights, const float* x, float* y, int64_t O) {
+  const auto [w, I] = weights;
+  Floats sums[R]{};
+  int64_t i = 0;
+  for (; i + LANES <= I; i += LANES) {
+    Floats block[LANES];
+    for (int n = 0; n < LANES; ++n) __builtin_prefetch(w + n * I + i + AHEAD);
+    for (int n = 0; n < LANES; ++n) block[n] = load(w + n * I + i);
+    headrace::transpose_block(block);
+    for (int n = 0; n < LANES; ++n)
+      for (int r = 0; r < R; ++r) sums[r] += block[n] * fill(x[r * I + i + n]);
+  }
+  for (; i < I; ++i) {
+    Floats column;
+    for (int n = 0; n < LANES; ++n) column[n] = w[n * I + i];
+    for (int r = 0; r < R; ++r) sums[r] += column * fill(x[r * I + i]);
+  }
+  for (int r = 0; r < R; ++r) store(y + r * O, sums[r]);
+}
+
+// N outputs of V vectors of rows; x is [I, V * 16], sums [N, PANEL].
+template <int N, int V>
+inline void tile(Weights weights, const float* x, float* sums) {
+  const auto [w, I] = weights;
+  Floats acc[N][V]{};
+  auto add = [&](int64_t i) __attribute__((always_inline)) {
+    Floats rows[V];
+    for (int v = 0; v < V; ++v) rows[v] = load(x + (i * V + v) * LANES);
+    for (int n = 0; n < N; ++n) {
+      Floats weight = fill(w[n * I + i]);
+      for (int v = 0; v < V; ++v) acc[n][v] += weight * rows[v];
+    }
+  };
+  int64_t i = 0;
+  for (; i + LANES <= I; i += LANES) {
+    // A full panel computes for long enough to fetch the next tile in order meanwhile.
+    for (int n = 0; n < N; ++n)
+      __builtin_prefetch(V == MAX_VECTORS ? w + N * I + i * N + n * LANES
+                                          : w + n * I + i + AHEAD);
+    for (int j = 0; j < LANES; ++j) add(i + j);
+  }
+  for (; i < I; ++i) add(i);
+  for (int n = 0; n < N; ++n)
+    for (int v = 0; v < V; ++v) store(sums + n * PANEL + v * LANES, acc[n][v]);
+}
+
+struct Call {
+  const float *x_RI, *w_OI;
+  float* y_RO;
+  int64_t R, I, O;
+  // x in panels of up to 64 rows, each [I, rows of the panel, padded]; for many rows.
+  std::vector<float> panels;
+
+  int num_tasks() const { return static_cast<int>((O + OUTPUTS - 1) / OUTPUTS); }
+
+  Weights weights_of(int64_t output) const { return {w_OI + output * I, I}; }
+
+  static int64_t vectors_of(int64_t rows) {
+    int64_t vectors = (rows + LANES - 1) / LANES;
+    return vectors == 3 ? 4 : vectors;
+  }
+
+  void pack() {
+    int64_t whole = R / PANEL * PANEL;
+    panels.assign((whole + vectors_of(R - whole) * LANES) * I, 0.0f);
+    for (int64_t first = 0; first < R; first += PANEL) {
+      int64_t rows = std::min<int64_t>(PANEL, R - first);
+      headrace::transpose(x_RI + first * I, I, rows, I, panels.data() + first * I,
+                          vectors_of(rows) * LANES);
+    }
+  }
+
+  void run(int task) const {
+    int64_t begin = int64_t{task} * OUTPUTS, end = std::min(O, begin + OUTPUTS);
+    switch (R) {
+      case 1: return few_rows<1>(begin, end);
+      case 2: return few_rows<2>(begin, end);
+      case 3: return few_rows<3>(begin, end);
+      case 4: return few_rows<4>(begin, end);
+      case 5: return few_rows<5>(begin, end);
+      case 6: return few_rows<6>(begin, end);
+      case 7: return few_rows<7>(begin, end);
+      case 8: return few_rows<FEW_ROWS>(begin, end);
+      default: return many_rows(begin, end);
+    }
+  }
+
+  template <int ROWS>
+  void few_rows(int64_t begin, int64_t end) const {
+    int64_t o = begin;
+    for (; o + LANES <= end; o += LANES)
+      sixteen_outputs<ROWS>(weights_of(o), x_RI, y_RO + o, O);
+    for (; o < end; ++o)
+      for (int r = 0; r < ROWS; ++r) {
+        // A plain sum would be vectorized, and multiplied and added in two roundings.
+        float sum = 0.0f;
+        for (int64_t i = 0; i < I; ++i)
+          sum = __builtin_fmaf(w_OI[o * I + i], x_RI[r * I + i], sum);
+        y_RO[r * O + o] = sum;
+      }
+  }
+
+  void many_rows(int64_t begin, int64_t end) const {
+    alignas(64) float sums[OUTPUTS * PANEL];
+    for (int64_t first = 0; first < R; first += PANEL) {
+      int64_t rows = std::min<int64_t>(PANEL, R - first);
+      const float* x = panels.data() + first * I;
+      switch (vectors_of(rows)) {
+        case 1: tiles<12, 1>(x, begin, end, sums); break;
+        case 2: tiles<12, 2>(x, begin, end, sums); break;
+        default: tiles<6, MAX_VECTORS>(x, begin, end, sums);
+      }
+      headrace::transpose(sums, PANEL, end - begin, rows, y_RO + first * O + begin, O);
+    }
+  }
+
+  template <int N, int V>
+  void tiles(const float* x, int64_t begin, int64_t end, float* sums) const {
+    int64_t o = begin;
+    for (; o + N <= end; o += N) tile<N, V>(weights_of(o), x, sums + (o - begin) * PANEL);
+    for (; o < end; ++o) tile<1, V>(weights_of(o), x, sums + (o - begin) * PANEL);
+  }
+};
+
+ffi::Error row_matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
+                      ffi::Buffer<ffi::F32> w, ffi::ResultBuffer<ffi::F32> y) {
+  auto call = std::make_shared<Call>();
+  call->x_RI = x.typed_data(), call->w_OI = w.typed_data(), call->y_RO = y->typed_data();
+  call->R = x.dimensions()[0], call->I = x.dimensions()[1], call->O = w.dimensions()[0];
+  if (call->R > FEW_ROWS) call->pack();
+  headrace::run_tasks<Call>(pool, call);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(row_matmul_float32, row_matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
