@@ -76,10 +76,12 @@ class Block(nn.Module):
             rms_norm(x_BTD, self.attention_norm, eps), group, inputs, rotary, places
         )
         x_BTD = x_BTD + attended
+        query_len_B = inputs.query_len_B
         gate, up = linear.packed_gate_up(
-            self.gate_up, rms_norm(x_BTD, self.mlp_norm, eps)
+            self.gate_up, rms_norm(x_BTD, self.mlp_norm, eps), query_len_B
         )
-        return x_BTD + linear.matmul(self.down, jax.nn.silu(gate) * up), group
+        hidden_BTF = jax.nn.silu(gate) * up
+        return x_BTD + linear.matmul(self.down, hidden_BTF, query_len_B), group
 
     def _attend(
         self,
@@ -89,7 +91,7 @@ class Block(nn.Module):
         rotary: RotaryTables,
         places: WritePlaces,
     ) -> tuple[Float[Array, "B T D"], KVGroup]:
-        q_BTKGH, k_BTKH, v_BTKH = linear.packed_qkv(self.qkv, x_BTD)
+        q_BTKGH, k_BTKH, v_BTKH = linear.packed_qkv(self.qkv, x_BTD, inputs.query_len_B)
         q_BTKGH, k_BTKH = rotate(q_BTKGH, *rotary), rotate(k_BTKH, *rotary)
         group = kv.write(group, self.kv_index, places, k_BTKH, v_BTKH)
         out_BTKGH = paged_attention(
@@ -101,4 +103,4 @@ class Block(nn.Module):
             context_len_B=inputs.context_len_B,
         )
         flat = out_BTKGH.reshape(*out_BTKGH.shape[:2], -1)
-        return linear.matmul(self.out, flat), group
+        return linear.matmul(self.out, flat, inputs.query_len_B), group

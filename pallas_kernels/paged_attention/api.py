@@ -27,8 +27,9 @@ def paged_attention(
 ) -> Float[Array, "B T K G H"]:
     """Causal attention of T query tokens per row over the row's pages.
 
-    The keys of the queries themselves are already written. Query t of row b sees
-    the keys at positions 0 .. min(positions[b, t], context_len[b] - 1).
+    The keys of the queries themselves are already written. Query t of row b sees the
+    keys at positions 0 .. positions[b, t]. One at or past context_len[b] is padding:
+    its output is finite and otherwise unspecified.
 
     Args:
       q_BTKGH: rotated queries, grouped by the kv head that they read.

@@ -186,7 +186,9 @@ struct Call {
       const float* from = q_BTKGH + offset(b, t, k) + n % G * H;
       for (int h = 0; h < H; ++h) query.q[h] = from[h] * scale, query.out[h] = 0.0f;
       query.top = MASKED, query.total = 0.0f;
-      query.limit = std::min({positions_BT[b * T + t] + 1, context_B[b], M * C});
+      // A query at or past the context is padding.
+      int position = positions_BT[b * T + t], context = std::min(context_B[b], M * C);
+      query.limit = position < context ? position + 1 : 0;
       longest = std::max(longest, query.limit);
     }
     for (int first = 0; first < longest; first += KEY_BLOCK)

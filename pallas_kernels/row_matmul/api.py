@@ -5,32 +5,44 @@ folder calls anything else in it.
 """
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from headrace.pallas_kernels.row_matmul import cpu
 
 
 def row_matmul(
-    w_OI: Float[Array, "O I"], x_RI: Float[Array, "R I"]
+    w_OI: Float[Array, "O I"],
+    x_RI: Float[Array, "R I"],
+    num_valid_B: Int[Array, " B"] | None = None,
 ) -> Float[Array, "R O"]:
     """Multiplies rows by a weight stored (out, in).
 
     Args:
       w_OI: the weight; converted to x's dtype where it differs.
       x_RI: the rows.
+      num_valid_B: where the rows come in B groups of one size, how many at the start
+        of each group count; None: all.
 
     Returns:
-      `x @ w.T` in x's dtype.
+      `x @ w.T` in x's dtype; rows that do not count are unspecified, and finite where
+      x and w are.
 
     Raises:
-      ValueError: the inner sizes differ.
+      ValueError: the inner sizes differ, or the rows are not a multiple of B.
     """
     if w_OI.ndim != 2 or x_RI.ndim != 2 or w_OI.shape[1] != x_RI.shape[1]:
         raise ValueError(f"rows {x_RI.shape} do not fit a weight of {w_OI.shape}")
+    if num_valid_B is None:
+        num_valid_B = jnp.full(1, x_RI.shape[0], jnp.int32)
+    if x_RI.shape[0] % num_valid_B.shape[0]:
+        raise ValueError(
+            f"{x_RI.shape[0]} rows do not make {num_valid_B.shape[0]} equal groups"
+        )
     if not cpu_identity(w_OI.dtype.name) or x_RI.dtype != w_OI.dtype:
         return _plain(w_OI, x_RI)
     return jax.lax.platform_dependent(
-        w_OI, x_RI, cpu=cpu.row_matmul_cpu, default=_plain
+        w_OI, x_RI, num_valid_B, cpu=cpu.row_matmul_cpu, default=_plain
     )
 
 
@@ -48,7 +60,9 @@ def cpu_identity(dtype: str) -> str:
     return cpu.identity(dtype) if jax.default_backend() == "cpu" else ""
 
 
-def _plain(w_OI: Float[Array, "O I"], x_RI: Float[Array, "R I"]) -> Float[Array, "R O"]:
+def _plain(
+    w_OI: Float[Array, "O I"], x_RI: Float[Array, "R I"], *_: Array
+) -> Float[Array, "R O"]:
     # On a CPU this runs at memory speed for one row, where `x @ w.T` falls to a
     # fifteenth of it; on a GPU it is the same GEMM.
     return (w_OI.astype(x_RI.dtype) @ x_RI.T).T

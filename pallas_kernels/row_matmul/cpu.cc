@@ -87,28 +87,39 @@ inline void tile(Weights weights, const float* x, float* sums) {
 
 struct Call {
   const float *x_RI, *w_OI;
+  const int32_t* valid_B;
   float* y_RO;
-  int64_t R, I, O;
+  int64_t R, I, O, B;
   // x in panels of up to 64 rows, each [I, rows of the panel, padded]; for many rows.
-  std::vector<float> panels;
+  // Lanes of padding hold anything: they meet no other lane, and nothing stores them.
+  const float* panels = nullptr;
 
   int num_tasks() const { return static_cast<int>((O + OUTPUTS - 1) / OUTPUTS); }
 
   Weights weights_of(int64_t output) const { return {w_OI + output * I, I}; }
+
+  // Rows come in B groups of one size, and only the first of each group count.
+  bool is_padding(int64_t first, int64_t rows) const {
+    int64_t T = R / B, last = first + rows - 1;
+    return first / T == last / T && first % T >= valid_B[first / T];
+  }
 
   static int64_t vectors_of(int64_t rows) {
     int64_t vectors = (rows + LANES - 1) / LANES;
     return vectors == 3 ? 4 : vectors;
   }
 
-  void pack() {
+  void pack(std::vector<float>& room) {
     int64_t whole = R / PANEL * PANEL;
-    panels.assign((whole + vectors_of(R - whole) * LANES) * I, 0.0f);
+    size_t size = (whole + vectors_of(R - whole) * LANES) * I;
+    if (room.size() < size) room.resize(size);
     for (int64_t first = 0; first < R; first += PANEL) {
       int64_t rows = std::min<int64_t>(PANEL, R - first);
-      headrace::transpose(x_RI + first * I, I, rows, I, panels.data() + first * I,
+      if (is_padding(first, rows)) continue;
+      headrace::transpose(x_RI + first * I, I, rows, I, room.data() + first * I,
                           vectors_of(rows) * LANES);
     }
+    panels = room.data();
   }
 
   void run(int task) const {
@@ -145,7 +156,12 @@ struct Call {
     alignas(64) float sums[OUTPUTS * PANEL];
     for (int64_t first = 0; first < R; first += PANEL) {
       int64_t rows = std::min<int64_t>(PANEL, R - first);
-      const float* x = panels.data() + first * I;
+      if (is_padding(first, rows)) {
+        for (int64_t r = first; r < first + rows; ++r)
+          std::fill(y_RO + r * O + begin, y_RO + r * O + end, 0.0f);
+        continue;
+      }
+      const float* x = panels + first * I;
       switch (vectors_of(rows)) {
         case 1: tiles<12, 1>(x, begin, end, sums); break;
         case 2: tiles<12, 2>(x, begin, end, sums); break;
@@ -164,11 +180,15 @@ struct Call {
 };
 
 ffi::Error row_matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
-                      ffi::Buffer<ffi::F32> w, ffi::ResultBuffer<ffi::F32> y) {
+                      ffi::Buffer<ffi::F32> w, ffi::Buffer<ffi::S32> valid,
+                      ffi::ResultBuffer<ffi::F32> y) {
   auto call = std::make_shared<Call>();
   call->x_RI = x.typed_data(), call->w_OI = w.typed_data(), call->y_RO = y->typed_data();
+  call->valid_B = valid.typed_data(), call->B = valid.dimensions()[0];
   call->R = x.dimensions()[0], call->I = x.dimensions()[1], call->O = w.dimensions()[0];
-  if (call->R > FEW_ROWS) call->pack();
+  // Kept from call to call: fresh pages of memory would cost more than the packing.
+  thread_local std::vector<float> room;
+  if (call->R > FEW_ROWS) call->pack(room);
   headrace::run_tasks<Call>(pool, call);
   return ffi::Error::Success();
 }
@@ -180,4 +200,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(row_matmul_float32, row_matmul,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -5,7 +5,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from headrace.pallas_kernels import native
 
@@ -14,7 +14,9 @@ _NAME = "headrace_row_matmul_float32"
 
 
 def row_matmul_cpu(
-    w_OI: Float[Array, "O I"], x_RI: Float[Array, "R I"]
+    w_OI: Float[Array, "O I"],
+    x_RI: Float[Array, "R I"],
+    num_valid_B: Int[Array, " B"],
 ) -> Float[Array, "R O"]:
     """See `api.row_matmul`. An output's bits depend on its row and its weights alone.
 
@@ -25,7 +27,7 @@ def row_matmul_cpu(
         raise NotImplementedError(f"no CPU kernel for {x_RI.dtype} and {w_OI.dtype}")
     shape = (x_RI.shape[0], w_OI.shape[0])
     call = jax.ffi.ffi_call(_NAME, jax.ShapeDtypeStruct(shape, jnp.float32))
-    return call(x_RI, w_OI)
+    return call(x_RI, w_OI, num_valid_B.astype(jnp.int32))
 
 
 def identity(dtype: str) -> str:

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.pallas_kernels import native
-from headrace.pallas_kernels.row_matmul import cpu
 from headrace.pallas_kernels.row_matmul.api import cpu_identity, row_matmul
 
 needs_compiler = pytest.mark.skipif(
@@ -45,8 +44,18 @@ def test_a_row_has_its_bits_in_any_company(rows, inputs, outputs, data):
     w, x = _case(rows, inputs, outputs)
     begin = data.draw(st.integers(0, rows - 1))
     end = data.draw(st.integers(begin + 1, rows))
-    together = np.asarray(cpu.row_matmul_cpu(w, x))[begin:end]
-    assert np.array_equal(together, np.asarray(cpu.row_matmul_cpu(w, x[begin:end])))
+    together = np.asarray(row_matmul(w, x))[begin:end]
+    assert np.array_equal(together, np.asarray(row_matmul(w, x[begin:end])))
+
+
+@pytest.mark.parametrize("valid", [(128, 128), (70, 1), (64, 0), (3, 65)])
+def test_rows_that_count_keep_their_bits_and_the_others_are_finite(valid):
+    w, x = _case(256, 100, 50)
+    every = np.asarray(row_matmul(w, x)).reshape(2, 128, 50)
+    some = np.asarray(row_matmul(w, x, jnp.array(valid))).reshape(2, 128, 50)
+    for group, count in enumerate(valid):
+        assert np.array_equal(every[group, :count], some[group, :count])
+    assert np.isfinite(some).all()
 
 
 @needs_compiler
@@ -72,3 +81,5 @@ def test_sizes_that_do_not_fit_are_refused():
     w, x = _case(3, 64, 32)
     with pytest.raises(ValueError, match=r"rows \(3, 60\) do not fit .* \(32, 64\)"):
         row_matmul(w, x[:, :60])
+    with pytest.raises(ValueError, match="3 rows do not make 2 equal groups"):
+        row_matmul(w, x, jnp.array([1, 1]))
