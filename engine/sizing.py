@@ -86,8 +86,8 @@ def _resolve_buckets(config: EngineConfig, context: int, on_cpu: bool) -> Engine
     if sizes is None:
         # Small ones serve only where the probe finds them in the class of the others,
         # as it does with the CPU's own kernels.
-        ladder = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-        ladder = (1, 4, *ladder) if on_cpu else ladder
+        small = (1, 4) if on_cpu else ()
+        ladder = (*small, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
         sizes = (*(size for size in ladder if size < slots), slots)
     shapes = config.prefill_shapes
     if shapes is None:
