@@ -177,7 +177,8 @@ class EngineConfig(_FromMapping):
         with prompts prefills at least one chunk. None is no bound.
       host_kv_bytes: host memory for the pages of preempted requests in invariant
         mode. Requests are admitted as long as pool and host memory together could
-        hold all of them at their longest.
+        hold all of them at their longest. None: as much as the pool, but at most a
+        quarter of what is free; nothing on a CPU, where it would come out of the pool.
       prefix_cache: reuse full pages of earlier prompts.
       multi_tenant: refuse requests that do not name their tenant.
       compile_threads: programs compiled at the same time at start.
@@ -202,7 +203,7 @@ class EngineConfig(_FromMapping):
     max_queued_tokens: int | None = None
     max_queue_delay_s: float = 0.0
     max_tokens_per_step: int | None = None
-    host_kv_bytes: int = 0
+    host_kv_bytes: int | None = None
     prefix_cache: bool = True
     multi_tenant: bool = False
     compile_threads: int = 2
@@ -215,7 +216,8 @@ class EngineConfig(_FromMapping):
         check_choice("policy", self.policy, typing.get_args(Policy))
         check_range("ageing_s", self.ageing_s, 1e-3, 1e6)
         check_range("max_queue_delay_s", self.max_queue_delay_s, 0.0, 60.0)
-        check_int("host_kv_bytes", self.host_kv_bytes, 0)
+        if self.host_kv_bytes is not None:
+            check_int("host_kv_bytes", self.host_kv_bytes, 0)
         for name in ("prefix_cache", "multi_tenant"):
             check_choice(name, getattr(self, name), (False, True))
         for name in ("max_queued_requests", "max_queued_tokens", "max_tokens_per_step"):

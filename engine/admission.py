@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine.kv_cache_manager import KVCacheManager
-from headrace.engine.prefix_hash import PageName
+from headrace.engine.prefix_hash import PageName, name_pages
 from headrace.engine.request import Request, RequestStatus
 from headrace.engine.wait_queue import WaitQueue
 
@@ -44,16 +44,16 @@ class Admission:
         self._coming: dict[PageName, str] = {}
         self._time_limits: list[tuple[float, int, bool, Request]] = []
 
-    def add(self, request: Request) -> None:
-        """Puts a new request into the queue.
+    def check_room(self, count: int, num_tokens: int) -> None:
+        """Whether the queue takes so many requests and prompt tokens more.
 
         Raises:
           QueueFullError: one of the queue's bounds is reached.
         """
         config, queue = self._config, self.queue
-        tokens = queue.num_tokens + request.prompt_len
+        tokens = queue.num_tokens + num_tokens
         for name, have, limit in (
-            ("max_queued_requests", len(queue) + 1, config.max_queued_requests),
+            ("max_queued_requests", len(queue) + count, config.max_queued_requests),
             ("max_queued_tokens", tokens, config.max_queued_tokens),
         ):
             if limit is not None and have > limit:
@@ -61,7 +61,10 @@ class Admission:
                     f"the queue is full: {name} is {limit}, and this request would "
                     f"make it {have}; try again later"
                 )
-        queue.add(request)
+
+    def add(self, request: Request) -> None:
+        """Puts a new request into the queue; `check_room` was asked."""
+        self.queue.add(request)
         for at_s, is_queue in (
             (request.deadline_s, False),
             (request.queue_deadline_s, True),
@@ -87,8 +90,12 @@ class Admission:
         first_s = min(request.arrival_s for request in self.queue.candidates())
         return now_s < first_s + delay
 
-    def take_pages(self, request: Request) -> bool | None:
+    def take_pages(self, request: Request, *, follows: bool) -> bool | None:
         """Gives a request at the queue's head the pages to begin or go on with.
+
+        Args:
+          request: in the queue.
+          follows: it shares its leader's full pages, which are being filled.
 
         Returns:
           True: it has them. False: too few are free. None: it should wait for a page
@@ -109,7 +116,27 @@ class Admission:
             pages = self._manager.allocate(max(wanted, len(request.host_pages)))
             request.pages = pages or []
             return pages is not None
+        if follows:
+            return self._take_to_follow(request, promise)
         return self._take_with_cache(request, promise)
+
+    def _take_to_follow(self, request: Request, promise: int) -> bool:
+        """The leader's full pages, and one of its own for the rest of the prompt."""
+        assert request.leader is not None
+        full, rest = divmod(request.prompt_len, self._manager.page_size)
+        own = self._manager.allocate(int(rest > 0))
+        if own is None:
+            return False
+        shared = request.leader.pages[:full]
+        self._manager.share(shared)
+        request.pages = [*shared, *own]
+        self._promise(request, promise)
+        return True
+
+    def _promise(self, request: Request, num_pages: int) -> None:
+        if self._keeps_pages:
+            self._promises[request.number] = num_pages
+            self._promised += num_pages
 
     def _take_with_cache(self, request: Request, promise: int) -> bool | None:
         manager, C = self._manager, self._manager.page_size
@@ -132,20 +159,18 @@ class Admission:
             if request.uses_cache:
                 manager.stats.query_tokens += request.prompt_len
                 manager.stats.hit_tokens += request.num_cached
-        if self._keeps_pages:
-            self._promises[request.number] = promise
-            self._promised += promise
+        self._promise(request, promise)
         return True
 
     def _usable_names(self, request: Request) -> tuple[PageName, ...]:
         """Names to look up: the last token is always computed, for its logits."""
         if not request.uses_cache:
             return ()
-        full = (request.prompt_len - 1) // self._manager.page_size
+        full = (request.fill_len - 1) // self._manager.page_size
         return request.page_names[:full]
 
     def remember_filled(self, request: Request, start: int, end: int) -> None:
-        """Names the prompt's pages that a chunk [start, end) has filled."""
+        """Names the pages that a chunk [start, end) has filled."""
         if not request.uses_cache:
             return
         C = self._manager.page_size
@@ -154,6 +179,22 @@ class Admission:
             self._manager.remember(request.pages[index], name)
             if self._coming.get(name) == request.request_id:
                 del self._coming[name]
+
+    def remember_decoded(self, request: Request) -> None:
+        """Names the page that the token read last has filled, if it has."""
+        C = self._manager.page_size
+        # The last token is not in the pages yet: the next step writes it.
+        written = request.prompt_len + len(request.output_token_ids) - 1
+        if written % C or not request.uses_cache:
+            return
+        index = len(request.page_names)
+        if index == written // C:
+            return  # the prompt's own last page
+        before = request.page_names[-1] if index else request.name_seed
+        tokens = request.tokens(index * C, written)
+        request.page_names += name_pages(before, tokens, C)
+        if index < len(request.pages):  # it may have been preempted since
+            self._manager.remember(request.pages[index], request.page_names[index])
 
     def give_back(self, request: Request, *, for_good: bool) -> None:
         """Frees a request's pages; `for_good` when it will not come back for more."""

@@ -184,7 +184,7 @@ class AsyncLLM:
                 self._wake.wait()
                 continue
             for state in news:
-                if (reader := self._readers.get(state.request.request_id)) is not None:
+                if (reader := self._readers.get(state.request_id)) is not None:
                     reader.tell()
         self._llm.close()
         self._tell_all()
@@ -210,7 +210,7 @@ class Reader(AsyncIterator[RequestOutput]):
     @property
     def request_id(self) -> str:
         """Unique in its engine."""
-        return self.state.request.request_id
+        return self.state.request_id
 
     def tell(self) -> None:
         """There is news; may be called from any thread."""

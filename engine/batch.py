@@ -13,6 +13,7 @@ from headrace.configs.schema import EngineConfig
 from headrace.engine.packed_layout import ROW_FIELDS, PackedLayout
 from headrace.engine.request import Request
 from headrace.engine.schedule import (
+    PageCopy,
     PageMove,
     PrefillChunk,
     Resumption,
@@ -29,7 +30,7 @@ class StepPlan:
     """One step, ready to dispatch.
 
     Attributes:
-      saves, loads: page moves that go before the programs, in this order.
+      copies, saves, loads: page moves that go before the programs, in this order.
       packed: [W] int32, see PackedLayout.
       decode_bucket: rows of the decode call, None where nothing decodes.
       prefill_shape: (rows, tokens) of the prefill call, None where there is none.
@@ -37,6 +38,7 @@ class StepPlan:
       variant: the cheapest sample variant that serves every row.
     """
 
+    copies: tuple[PageCopy, ...] = ()
     saves: tuple[PageMove, ...] = ()
     loads: tuple[PageMove, ...] = ()
     packed: np.ndarray
@@ -72,13 +74,17 @@ def plan_step(
         )
         assert shape is not None, "the scheduler picks chunks that fit a shape"
         _pack_prefill(packed, schedule.prefill, shape, layout)
-    _pack_resumed(packed, schedule.resumed, len(schedule.prefill), layout)
+    num_rows = len(schedule.prefill)
+    _pack_resumed(packed, schedule.resumed, num_rows, layout)
+    _pack_forks(packed, schedule, num_rows + len(schedule.resumed), layout)
     fresh = [chunk.slot for chunk in schedule.prefill if chunk.is_last]
+    fresh += [fork.slot for fork in schedule.forks]
     sampled_rows = max(
         [schedule.num_rows if schedule.decode else 1, *(slot + 1 for slot in fresh)]
     )
     sizes = config.decode_batch_sizes or ()
     return StepPlan(
+        copies=schedule.copies,
         saves=schedule.saves,
         loads=schedule.loads,
         packed=packed,
@@ -93,6 +99,7 @@ def plan_step(
 
 def _variant(schedule: Schedule) -> SampleVariant:
     rows = [*schedule.decode, *(c.request for c in schedule.prefill if c.is_last)]
+    rows += [fork.request for fork in schedule.forks]
     if any(request.params.logprobs is not None for request in rows):
         return "full"
     if any(request.params.temperature > 0 for request in rows):
@@ -138,6 +145,20 @@ def _pack_resumed(
             "remaining": back.remaining,
         }
         _pack_row(rows, row, values, back.request, layout)
+
+
+def _pack_forks(
+    packed: np.ndarray, schedule: Schedule, first_row: int, layout: PackedLayout
+) -> None:
+    rows = layout.rows(packed)
+    for row, fork in enumerate(schedule.forks, first_row):
+        values = {
+            "slot": fork.slot,
+            "source": 1 + fork.source,
+            "position": fork.request.prompt_len - 1,
+            "remaining": fork.request.max_tokens,
+        }
+        _pack_row(rows, row, values, fork.request, layout)
 
 
 def _pack_row(

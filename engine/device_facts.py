@@ -10,12 +10,16 @@ from headrace.engine.sizing import DeviceFacts
 
 
 def device_facts() -> DeviceFacts:
-    """Platform and free bytes of the default device."""
+    """Platform and free bytes of the default device, and of the host beside it."""
     device = jax.devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-        return DeviceFacts(platform=device.platform, free_bytes=free)
+        return DeviceFacts(
+            platform=device.platform,
+            free_bytes=free,
+            host_free_bytes=psutil.virtual_memory().available,
+        )
     free = psutil.virtual_memory().available
     return DeviceFacts(platform=device.platform, free_bytes=free)
 

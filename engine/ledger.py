@@ -18,7 +18,8 @@ class LedgerEntry:
       seconds: lowering and compiling, or loading.
       temp_bytes: temporary device memory of one call.
       alias_bytes: bytes of donated arguments that the results reuse.
-      bit_class: programs of one role with the same letter give the same bits.
+      bit_class: programs with the same letter give the same bits, where they can be
+        compared: filling and generating with each other, sampling with itself.
       used: False where the engine keeps away from it, to stay in one class.
     """
 
@@ -34,10 +35,17 @@ class LedgerEntry:
 
 @dataclasses.dataclass(kw_only=True)
 class Ledger:
-    """All entries of one engine, and the verdict of the bit-class probe."""
+    """All entries of one engine, and the verdict of the bit-class probe.
+
+    Attributes:
+      entries: by name.
+      verdict: in words.
+      caches_output: pages that decoding filled may serve as other requests' prefix.
+    """
 
     entries: dict[str, LedgerEntry] = dataclasses.field(default_factory=dict)
     verdict: dict[str, str] = dataclasses.field(default_factory=dict)
+    caches_output: bool = False
 
     def add(self, entry: LedgerEntry) -> None:
         """Adds one program."""

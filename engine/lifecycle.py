@@ -5,19 +5,20 @@ told (releases, page moves, new pages) stay in step with where a request is. No 
 """
 
 import dataclasses
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine.admission import Admission
 from headrace.engine.kv_cache_manager import KVCacheManager
 from headrace.engine.outputs import FinishReason
 from headrace.engine.preemption import HostPool, pick_victim
+from headrace.engine.prefill_line import PrefillLine
 from headrace.engine.request import Request, RequestStatus
 from headrace.engine.running import RunningSet
 from headrace.engine.schedule import (
     FINISH_RUNNING,
     FINISH_STOP,
+    PageCopy,
     PageMove,
     StepResult,
 )
@@ -31,12 +32,13 @@ class DeviceChanges:
 
     Attributes:
       released: slots to be ended, as numbered before this step's moves.
-      saves, loads: page moves to and from the host pool, in this order.
+      copies, saves, loads: within the pool, to and from the host pool, in this order.
       resumed: requests whose row comes back with its pages.
       grown: requests that decode, with a page each has got.
     """
 
     released: list[int] = dataclasses.field(default_factory=list)
+    copies: list[PageCopy] = dataclasses.field(default_factory=list)
     saves: list[PageMove] = dataclasses.field(default_factory=list)
     loads: list[PageMove] = dataclasses.field(default_factory=list)
     resumed: list[Request] = dataclasses.field(default_factory=list)
@@ -48,7 +50,7 @@ class Lifecycle:
 
     Attributes:
       requests: by id.
-      prefilling: in order of admission.
+      prefilling: requests whose prompts are not filled yet.
       changes: for the next step; whoever builds it starts a new one.
     """
 
@@ -58,11 +60,12 @@ class Lifecycle:
         manager: KVCacheManager,
         clock: Callable[[], float],
         num_host_pages: int,
+        caches_output: bool,
     ) -> None:
         assert config.num_slots is not None
         assert config.decode_batch_sizes is not None
         self.requests: dict[str, Request] = {}
-        self.prefilling: deque[Request] = deque()
+        self.prefilling = PrefillLine(config)
         self.num_decoding = 0
         self.num_preemptions = 0
         self.running = RunningSet(config.num_slots, config.decode_batch_sizes)
@@ -74,13 +77,14 @@ class Lifecycle:
         self._is_static = config.policy == "static"
         self._is_fair = config.policy == "fair"
         self._keeps_pages = config.numerics == "invariant"
+        self._caches_output = caches_output
 
     @property
     def num_running(self) -> int:
         """Requests that hold a slot and have not ended."""
         return len(self.prefilling) + self.num_decoding
 
-    def begin(self, request: Request, now_s: float) -> None:
+    def begin(self, request: Request, now_s: float, *, follows: bool) -> None:
         """Starts or resumes a request that waited and has just got its pages."""
         self.admission.queue.remove(request)
         self.running.place(request)
@@ -95,12 +99,15 @@ class Lifecycle:
             request.host_pages = []
             self.start_decode(request)
             return
-        todo = request.fill_len - request.num_prefilled
-        self.admission.queue.charge(request.tenant, prompt=todo)
         request.status = RequestStatus.PREFILLING
         if request.admitted_s is None:
             request.admitted_s = now_s
-        self.prefilling.append(request)
+        if follows:
+            self.prefilling.follow(request)
+            return
+        todo = request.fill_len - request.num_prefilled
+        self.admission.queue.charge(request.tenant, prompt=todo)
+        self.prefilling.add(request)
 
     def start_decode(self, request: Request) -> None:
         """The request decodes from the next pick on."""
@@ -112,6 +119,20 @@ class Lifecycle:
             left=request.max_tokens - request.num_dispatched,
             room=len(request.pages) * self._manager.page_size - request.num_computed,
         )
+
+    def fork(self, leader: Request, followers: Sequence[Request]) -> None:
+        """The leader's last chunk is scheduled: its followers decode like it.
+
+        Each writes into a copy of the prompt's last page, where that is not full; the
+        copy is made at the start of the next step, before anybody writes.
+        """
+        full, rest = divmod(leader.prompt_len, self._manager.page_size)
+        for follower in followers:
+            follower.num_dispatched += 1
+            self.start_decode(follower)
+            if rest:
+                copy = PageCopy(source=leader.pages[full], target=follower.pages[full])
+                self.changes.copies.append(copy)
 
     def grow(self) -> None:
         """One more page for each request whose next token needs it.
@@ -202,6 +223,8 @@ class Lifecycle:
             if request.finish_reason is not None:
                 continue  # aborted, or ended by a step read after this was scheduled
             request.output_token_ids.append(token_id)
+            if self._caches_output:
+                self.admission.remember_decoded(request)
             if request.first_token_s is None:
                 request.first_token_s = now_s
             if request.params.logprobs is not None:

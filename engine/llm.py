@@ -273,7 +273,7 @@ class LLM:
         return self._loop.submit(ids, params, prompt=prompt.text, **options)
 
     def _finish_all(self, states: list[RequestState], use_tqdm: bool) -> None:
-        waiting = {s.request.request_id for s in states if not s.is_finished}
+        waiting = {s.request_id for s in states if not s.is_finished}
         num_tokens = sum(state.num_tokens for state in states)
         with tqdm.tqdm(
             total=len(waiting), disable=not use_tqdm, unit="request", dynamic_ncols=True
@@ -281,7 +281,7 @@ class LLM:
             while waiting:
                 news = self._loop.turn()
                 num_tokens += len(news)
-                ended = {s.request.request_id for s in news if s.is_finished} & waiting
+                ended = {s.request_id for s in news if s.is_finished} & waiting
                 if ended:
                     waiting -= ended
                     bar.update(len(ended))

@@ -24,8 +24,13 @@ from headrace.engine.meter import Meter
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.outputs import FinishReason
 from headrace.engine.prefix_hash import chain_seed, name_pages
-from headrace.engine.request import Request, RequestStatus, make_request
-from headrace.engine.request_state import RequestState
+from headrace.engine.request import (
+    Request,
+    RequestStatus,
+    make_request,
+    make_siblings,
+)
+from headrace.engine.request_state import CompletionState, RequestState
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.schedule import Schedule
 from headrace.engine.scheduler import Scheduler
@@ -62,9 +67,13 @@ class EngineLoop:
         self._identity = identity
         self._manager = KVCacheManager(config.num_pages, config.page_size)
         self._scheduler = Scheduler(
-            config, self._manager, num_host_pages=runner.host_pages.num_pages
+            config,
+            self._manager,
+            num_host_pages=runner.host_pages.num_pages,
+            caches_output=runner.ledger.caches_output,
         )
-        self._states: dict[str, RequestState] = {}
+        # By the id of each completion's own request.
+        self._states: dict[str, tuple[RequestState, CompletionState]] = {}
         self._ids = itertools.count()
         self._in_flight: tuple[Schedule, StepPlan] | None = None
         self._failure: str | None = None
@@ -117,6 +126,8 @@ class EngineLoop:
             )
             if self._config.multi_tenant and not tenant:
                 raise ValueError("multi_tenant is on: a request must name its tenant")
+            if params.stop and self._tokenizer is None:
+                raise ValueError("stop needs a tokenizer, which this model has not")
             request.priority, request.tenant = priority, tenant
             for name, seconds in (
                 ("deadline_s", deadline_s),
@@ -130,10 +141,12 @@ class EngineLoop:
                 request.queue_deadline_s = request.arrival_s + queue_timeout_s
             request.uses_cache = uses_cache and self._config.prefix_cache
             if request.uses_cache:
-                request.page_names = self._page_names(request)
-            self._scheduler.add(request)
-            state = RequestState(request, self._tokenizer)
-            self._states[request.request_id] = state
+                self._name_pages(request)
+            requests = make_siblings(request)
+            self._scheduler.add(*requests)
+            state = RequestState(requests, self._tokenizer)
+            for completion in state.completions:
+                self._states[completion.request.request_id] = (state, completion)
         return state
 
     def new_id(self) -> str:
@@ -161,24 +174,25 @@ class EngineLoop:
     def cancel(self, *states: RequestState, reason: FinishReason = "abort") -> None:
         """Ends requests that still run, with what they have."""
         with self.lock:
-            for state in states:
-                if self._scheduler.abort(state.request.request_id, reason) is not None:
-                    self.meter.count_end(state.request)
-                    state.end()
+            for completion in [one for state in states for one in state.completions]:
+                request = completion.request
+                if self._scheduler.abort(request.request_id, reason) is not None:
+                    self.meter.count_end(request)
+                    completion.end()
 
     def drop(self, *states: RequestState) -> None:
         """Forgets requests; one that still runs is ended."""
         with self.lock:
             self.cancel(*states)
-            for state in states:
-                self._states.pop(state.request.request_id, None)
+            for completion in [one for state in states for one in state.completions]:
+                self._states.pop(completion.request.request_id, None)
 
     def close(self) -> None:
         """Ends every request and frees the device memory."""
         with self.lock:
             if self._failure is None:
                 self._failure = "this engine is closed"
-            self.cancel(*self._states.values())
+            self.cancel(*[state for state, _ in self._states.values()])
             self._runner.close()
 
     def stats(self) -> dict[str, Any]:
@@ -208,8 +222,8 @@ class EngineLoop:
             logger.info("%s", line)
         for request in (overdue := self._scheduler.take_ended()):
             self.meter.count_end(request)
-            self._states[request.request_id].end()
-        return [self._states[r.request_id] for r in (*updated, *overdue)]
+            self._states[request.request_id][1].end()
+        return [self._states[r.request_id][0] for r in (*updated, *overdue)]
 
     def _take_in(self, schedule: Schedule, plan: StepPlan) -> list[Request]:
         """Reads a step and books its tokens."""
@@ -217,7 +231,11 @@ class EngineLoop:
         updated = self._scheduler.update(schedule, result)
         self.meter.count_step(schedule, plan, len(updated))
         for request in updated:
-            self._states[request.request_id].add_token()
+            completion = self._states[request.request_id][1]
+            completion.add_token()
+            if completion.stopped_by is not None and not request.is_finished:
+                self._scheduler.abort(request.request_id, "stop")
+                completion.end()
             self.meter.count_token(request)
         return updated
 
@@ -226,14 +244,16 @@ class EngineLoop:
         used = self._manager.num_used / (self._manager.num_pages - 1)
         return self._scheduler.num_running, self._scheduler.num_waiting, used
 
-    def _page_names(self, request: Request) -> tuple[bytes, ...]:
+    def _name_pages(self, request: Request) -> None:
         # One class fills all prompts in invariant mode; fast mode makes no claim.
-        seed = chain_seed(
+        request.name_seed = chain_seed(
             model=self._identity,
             bit_class=f"filling:{self._config.numerics}",
             tenant=request.tenant or "",
         )
-        return name_pages(seed, request.prompt_token_ids, self._manager.page_size)
+        request.page_names = name_pages(
+            request.name_seed, request.prompt_token_ids, self._manager.page_size
+        )
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -242,10 +262,10 @@ class EngineLoop:
     def _fail(self, error: Exception) -> None:
         """Device arrays may be gone: nothing can go on, and nobody is left waiting."""
         self._failure = f"the engine has failed and must be built anew: {error}"
-        for state in self._states.values():
-            request = state.request
+        for state, completion in list(self._states.values()):
+            request = completion.request
             with contextlib.suppress(Exception):  # the books may be out of step, too
                 self.cancel(state, reason="error")
-            if not state.is_finished:
+            if not completion.is_finished:
                 request.status, request.finish_reason = RequestStatus.FINISHED, "error"
-                state.end()
+                completion.end()

@@ -5,7 +5,7 @@ import time
 from headrace.engine.batch import StepPlan
 from headrace.engine.metrics import Metrics, RequestTimes, StepFacts
 from headrace.engine.request import Request
-from headrace.engine.schedule import Schedule
+from headrace.engine.schedule import Fork, PrefillChunk, Schedule
 
 
 class Meter:
@@ -30,11 +30,14 @@ class Meter:
     def count_step(self, schedule: Schedule, plan: StepPlan, num_tokens: int) -> None:
         """A step was read, which gave `num_tokens` tokens."""
         now_s = time.perf_counter()
-        for chunk in schedule.prefill:
-            request = chunk.request
+        begun: list[PrefillChunk | Fork] = [*schedule.prefill, *schedule.forks]
+        for row in begun:
+            request = row.request
             if request.number not in self._admitted:
                 self._admitted.add(request.number)
-                asked = request.prompt_len if request.uses_cache else 0
+                # A fork looks nothing up: it shares its leader's pages.
+                asks = request.uses_cache and isinstance(row, PrefillChunk)
+                asked = request.prompt_len if asks else 0
                 self.metrics.on_admit(request.prompt_len, request.num_cached, asked)
         rows = len(schedule.decode)
         self.metrics.on_step(

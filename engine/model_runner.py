@@ -20,10 +20,11 @@ from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine import steps
 from headrace.engine.batch import SampleVariant, StepPlan
 from headrace.engine.ledger import Ledger, LedgerEntry
-from headrace.engine.packed_layout import PackedLayout
+from headrace.engine.packed_layout import PackedLayout, num_packed_rows
 from headrace.engine.page_moves import (
     PAGES_PER_MOVE,
     HostPages,
+    copy_pages,
     load_pages,
     move_example,
     padded_ids,
@@ -31,7 +32,7 @@ from headrace.engine.page_moves import (
     save_pages,
 )
 from headrace.engine.program_store import ProgramStore, compile_fresh
-from headrace.engine.schedule import PageMove, StepResult
+from headrace.engine.schedule import PageCopy, PageMove, StepResult
 from headrace.engine.slots import empty_slots
 from headrace.layers import kv_cache as kv
 from headrace.layers.inputs import Params
@@ -41,12 +42,14 @@ logger = logging.getLogger(__name__)
 
 VARIANTS: tuple[SampleVariant, ...] = typing.get_args(SampleVariant)
 
-# ("decode", b), ("prefill", (R, T)), ("sample", variant, b), ("save", J), ("load", J)
+# ("decode", b), ("prefill", (R, T)), ("sample", variant, b),
+# ("copy", J), ("save", J), ("load", J)
 ProgramKey = tuple
 _ROLES = {
     "decode": "generating",
     "prefill": "filling",
     "sample": "sampling",
+    "copy": "moving",
     "save": "moving",
     "load": "moving",
 }
@@ -67,7 +70,7 @@ def layout_of(config: EngineConfig) -> PackedLayout:
     return PackedLayout(
         num_slots=config.num_slots,
         page_size=config.page_size,
-        max_rows=max(rows for rows, _ in shapes),
+        max_rows=num_packed_rows(config),
         max_stop_ids=config.max_stop_ids,
         pages_per_request=-(-config.max_context_len // config.page_size),
         max_tokens=max(rows * tokens for rows, tokens in shapes),
@@ -113,7 +116,7 @@ class ModelRunner:
         self.logits_BQV = jnp.zeros((rows, 1, model_config.vocab_size), jnp.float32)
         self.slots = empty_slots(self.layout)
         page = kv.page_bytes(self.kv_cache)
-        self.host_pages = HostPages(self.kv_cache, config.host_kv_bytes // page)
+        self.host_pages = HostPages(self.kv_cache, (config.host_kv_bytes or 0) // page)
 
     def program_keys(self) -> list[ProgramKey]:
         """Every program of this engine, in the order of the ledger."""
@@ -123,6 +126,7 @@ class ModelRunner:
             *(("decode", bucket) for bucket in buckets),
             *(("prefill", shape) for shape in shapes),
             *(("sample", variant, b) for variant in VARIANTS for b in buckets),
+            ("copy", PAGES_PER_MOVE),
             *((kind, PAGES_PER_MOVE) for kind in ("save", "load") if self._can_move),
         ]
 
@@ -190,8 +194,10 @@ class ModelRunner:
             )
             args: tuple[Any, ...] = (self.slots, self.logits_BQV, packed)
             return function, args, (0,), jax.eval_shape(function, *args)
-        if key[0] in ("save", "load"):
+        if key[0] in ("copy", "save", "load"):
             ids, data = move_example(self.kv_cache)
+            if key[0] == "copy":
+                return copy_pages, (self.kv_cache, ids, ids), (0,), self.kv_cache
             if key[0] == "save":
                 return save_pages, (self.kv_cache, ids), (), data
             return load_pages, (self.kv_cache, ids, data), (0,), self.kv_cache
@@ -229,6 +235,7 @@ class ModelRunner:
 
     def dispatch(self, plan: StepPlan) -> None:
         """Dispatches a whole step; a later `read_step` gives its result."""
+        self._copy(plan.copies)
         for move in plan.saves:
             self._save(move)
         for move in plan.loads:
@@ -241,6 +248,16 @@ class ModelRunner:
             self.forward(("prefill", plan.prefill_shape), packed)
         key = ("sample", plan.variant, plan.sample_bucket)
         self._pending.append(self.sample(key, packed))
+
+    def _copy(self, copies: tuple[PageCopy, ...]) -> None:
+        program = self.program(("copy", PAGES_PER_MOVE))
+        for start in range(0, len(copies), PAGES_PER_MOVE):
+            some = copies[start : start + PAGES_PER_MOVE]
+            source = padded_ids(tuple(copy.source for copy in some))
+            target = padded_ids(tuple(copy.target for copy in some))
+            self.kv_cache = program(
+                self.kv_cache, jnp.asarray(source), jnp.asarray(target)
+            )
 
     def _save(self, move: PageMove) -> None:
         program = self.program(("save", PAGES_PER_MOVE))

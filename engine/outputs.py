@@ -40,7 +40,7 @@ class CompletionOutput:
     Attributes:
       finish_reason: "stop", "length", "abort", "deadline" (its time is over, with what
         it has), "timeout" (it waited too long to begin) or "error"; None while it runs.
-      stop_reason: the id of `stop_token_ids` that ended it.
+      stop_reason: the string of `stop` or the id of `stop_token_ids` that ended it.
       seed: reproduces this completion.
     """
 
@@ -50,7 +50,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     seed: int | None = None
 
     def finished(self) -> bool:

@@ -10,8 +10,8 @@ words travel as their bits.
     [1 + B, 1 + 2B)        released: 1 where the host ends the slot's request
     [1 + 2B, 1 + 3B)       new page: the page that the slot's next token opens, or 0
     then per row           slot, start, length, is_last, resumes, position, last token,
-                           remaining, seed (2 words), temperature, top_k, top_p,
-                           stop ids [S], page table [M]
+                           remaining, source, seed (2 words), temperature, top_k,
+                           top_p, stop ids [S], page table [M]
     then                   prefill tokens, row-major
 """
 
@@ -20,10 +20,21 @@ from typing import Any
 
 import numpy as np
 
+from headrace.configs.schema import EngineConfig
+
+# Rows that a step can bring, besides its prefill rows: resumed and forked ones.
+_LEAST_ROWS = 16
 ROW_FIELDS = (
     "slot", "start", "length", "is_last", "resumes", "position", "last_token",
-    "remaining", "seed_low", "seed_high", "temperature", "top_k", "top_p",
+    "remaining", "source", "seed_low", "seed_high", "temperature", "top_k", "top_p",
 )  # fmt: skip
+
+
+def num_packed_rows(config: EngineConfig) -> int:
+    """Rows that one step can bring under a resolved config."""
+    assert config.prefill_shapes is not None and config.num_slots is not None
+    widest = max(rows for rows, _ in config.prefill_shapes)
+    return max(widest, min(_LEAST_ROWS, config.num_slots))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +44,7 @@ class PackedLayout:
     Attributes:
       num_slots: B.
       page_size: C.
-      max_rows: prefill rows of the widest prefill shape.
+      max_rows: rows of a step: prefill rows, resumed ones, forks.
       max_stop_ids: stop ids a row can carry.
       pages_per_request: M.
       max_tokens: prefill tokens of the largest prefill shape, rows times tokens.
@@ -90,7 +101,7 @@ class PackedLayout:
         return packed[1 + 2 * self.num_slots : self.rows_start]
 
     def rows(self, packed: Any) -> Any:
-        """[R, row_size] prefill rows, then resumed ones, then zeros."""
+        """[R, row_size] prefill rows, then resumed ones, then forks, then zeros."""
         flat = packed[self.rows_start : self.tokens_start]
         return flat.reshape(self.max_rows, self.row_size)
 

@@ -1,7 +1,7 @@
-"""Moves pages between the pool on the device and host memory, bit for bit.
+"""Moves pages within the pool, and between it and host memory, bit for bit.
 
-Two pure programs of a fixed number of pages, compiled at start like all others, and
-the host memory itself, which is allocated at start.
+Pure programs of a fixed number of pages, compiled at start like all others, and the
+host memory itself, which is allocated at start.
 """
 
 import jax
@@ -25,6 +25,15 @@ def load_pages(kv_cache: KVCache, page_J: Int[Array, " J"], data: KVCache) -> KV
     """The cache (donated) with J pages replaced; page 0 may hold anything."""
     return jax.tree.map(
         lambda pool, pages: pool.at[:, page_J].set(pages), kv_cache, data
+    )
+
+
+def copy_pages(
+    kv_cache: KVCache, source_J: Int[Array, " J"], target_J: Int[Array, " J"]
+) -> KVCache:
+    """The cache (donated) with J pages copied onto others; 0 onto 0 is padding."""
+    return jax.tree.map(
+        lambda pool: pool.at[:, target_J].set(pool[:, source_J]), kv_cache
     )
 
 

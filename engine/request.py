@@ -6,6 +6,7 @@ owns and changes it from then on; others only read it.
 
 import dataclasses
 import enum
+import hashlib
 import operator
 import secrets
 import time
@@ -43,7 +44,12 @@ class Request:
       uses_cache: may take pages that other requests filled.
       deadline_s, queue_deadline_s: when it ends with what it has; when it ends if it
         has not begun.
-      page_names: of the full pages of its prompt, see prefix_hash.
+      name_seed, page_names: where the names of its pages start, and those of its full
+        pages so far, see prefix_hash.
+      index: place among the completions of its prompt.
+      leader: the sibling whose prefill it shares while both are on their way, for
+        completions after the first.
+      followers: siblings that hold slots and wait for its last chunk.
       number: in order of arrival, given by the scheduler.
       slot: row of the decode batch while it runs; the last one afterwards.
       pages: KV pages that it holds, in order of position.
@@ -55,7 +61,8 @@ class Request:
       num_dispatched: output tokens asked of the device, those not yet read included.
       output_token_ids: what the host has read.
       output_logprobs, cumulative_logprob: filled if `params.logprobs` is set.
-      stop_reason: the id of `params.stop_token_ids` that ended it.
+      stop_reason: the string of `params.stop` or the id of `params.stop_token_ids`
+        that ended it.
     """
 
     request_id: str
@@ -71,7 +78,11 @@ class Request:
     uses_cache: bool = True
     deadline_s: float | None = None
     queue_deadline_s: float | None = None
+    name_seed: PageName = b""
     page_names: tuple[PageName, ...] = ()
+    index: int = 0
+    leader: "Request | None" = None
+    followers: list["Request"] = dataclasses.field(default_factory=list)
     number: int = -1
     status: RequestStatus = RequestStatus.WAITING
     slot: int | None = None
@@ -86,7 +97,7 @@ class Request:
     output_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
 
@@ -132,6 +143,7 @@ def make_request(
     model_config: ModelConfig,
     engine_config: EngineConfig,
     arrival_s: float | None = None,
+    seed: int | None = None,
 ) -> Request:
     """Checks a request against the model and the engine, and resolves its defaults.
 
@@ -143,6 +155,7 @@ def make_request(
       model_config: gives vocabulary and stop ids.
       engine_config: resolved; gives the limits.
       arrival_s: seconds of the engine's clock; None is now, by `time.perf_counter`.
+      seed: in place of the user's; None draws one where the user gave none.
 
     Raises:
       ValueError: an empty prompt, an id out of the vocabulary, more tokens than the
@@ -158,16 +171,48 @@ def make_request(
         raise ValueError(
             f"logprobs must be at most max_logprobs {limit}, got {params.logprobs}"
         )
+    if seed is None:
+        seed = secrets.randbits(63) if params.seed is None else params.seed
     return Request(
         request_id=request_id,
         prompt_token_ids=ids,
         params=params,
         max_tokens=max_tokens,
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        seed=seed,
         stop_ids=_resolve_stop_ids(params, model_config, engine_config.max_stop_ids),
         prompt=prompt,
         arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
     )
+
+
+def make_siblings(first: Request) -> list[Request]:
+    """All completions of a checked request: itself, and those that `n` asks for.
+
+    Each has a seed that follows from the first one's, which reproduces it alone.
+    """
+    others = [
+        dataclasses.replace(
+            first,
+            request_id=f"{first.request_id}-{index}",
+            seed=_sibling_seed(first.seed, index),
+            index=index,
+            leader=first,
+            pages=[],
+            host_pages=[],
+            followers=[],
+            output_token_ids=[],
+            output_logprobs=[],
+        )
+        for index in range(1, first.params.n)
+    ]
+    return [first, *others]
+
+
+def _sibling_seed(seed: int, index: int) -> int:
+    """63 bits; different for every index."""
+    data = f"{seed}:{index}".encode()
+    digest = hashlib.blake2b(data, digest_size=8, person=b"headrace-seed").digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _checked_ids(name: str, ids: Iterable[Any], vocab_size: int) -> tuple[int, ...]:

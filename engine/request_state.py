@@ -1,6 +1,6 @@
 """A request as its user sees it: text, log-probabilities, deltas. No jax.
 
-The scheduler owns the Request; this holds what is made of its tokens.
+The scheduler owns the Requests; this holds what is made of their tokens.
 """
 
 from headrace.engine.detokenizer import Detokenizer
@@ -12,11 +12,12 @@ from headrace.engine.outputs import (
 )
 from headrace.engine.prompts import Prompt
 from headrace.engine.request import Request, TokenLogprobs
+from headrace.engine.text_stream import TextStream
 from headrace.engine.tokenizer import Tokenizer
 
 
-class RequestState:
-    """Accumulates one request's output.
+class CompletionState:
+    """Accumulates the output of one completion.
 
     One thread adds, another may read: a token counts only once its text and its
     log-probabilities are there, the end only once the last text is.
@@ -35,49 +36,62 @@ class RequestState:
             self._detokenizer = Detokenizer(
                 tokenizer, skip_special_tokens=params.skip_special_tokens
             )
+        self._visible = TextStream(
+            params.stop, keeps_stop=params.include_stop_str_in_output
+        )
         self._text: list[str] = []  # a piece per token, then what was held back
         self._logprobs: list[dict[int, Logprob]] | None = None
         if params.logprobs is not None:
             self._logprobs = []
-        self._num_ready, self._is_ended = 0, False
-        self._num_told, self._has_told_end = 0, False
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing more will come."""
-        return self._is_ended
-
-    @property
-    def num_tokens(self) -> int:
-        """Output tokens so far."""
-        return self._num_ready
+        self.num_tokens, self.is_finished = 0, False
+        self._num_told, self.has_told_end = 0, False
 
     @property
     def has_news(self) -> bool:
         """Whether `take_delta` would tell something."""
-        is_end_news = self._is_ended and not self._has_told_end
-        return is_end_news or self._num_ready > self._num_told
+        is_end_news = self.is_finished and not self.has_told_end
+        return is_end_news or self.num_tokens > self._num_told
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that was found in the text."""
+        return self._visible.stopped_by
 
     def add_token(self) -> None:
-        """Takes in the token that the scheduler has just booked, and maybe the end."""
+        """Takes in the token that the scheduler has just booked, and maybe the end.
+
+        A stop string in its text is left for the caller to act on: `stopped_by`.
+        """
         request = self.request
         if self._logprobs is not None:
             self._logprobs.append(self._named(request.output_logprobs[-1]))
+        params, count = request.params, self.num_tokens + 1
+        hides = (
+            request.finish_reason == "stop" and not params.include_stop_str_in_output
+        )
         text = ""
-        if self._detokenizer is not None:
-            # A model's end token is special, so the decoder itself leaves it out.
+        if self._detokenizer is not None and not hides:
             text = self._detokenizer.push(request.output_token_ids[-1:])
+            text = self._visible.push(text, may_stop=count > params.min_tokens)
         self._text.append(text)
-        self._num_ready += 1
+        self.num_tokens = count
         if request.is_finished:
             self.end()
 
     def end(self) -> None:
-        """The request has ended; a second call does nothing."""
-        if not self._is_ended:
-            flush = self._detokenizer.flush() if self._detokenizer is not None else ""
-            self._text.append(flush)
-            self._is_ended = True
+        """The completion has ended; a second call does nothing."""
+        if self.is_finished:
+            return
+        text = ""
+        if self._detokenizer is not None:
+            may_stop = self.num_tokens > self.request.params.min_tokens
+            text = self._visible.push(self._detokenizer.flush(), may_stop=may_stop)
+            text += self._visible.flush()
+        if self.stopped_by is not None:
+            self.request.finish_reason = "stop"
+            self.request.stop_reason = self.stopped_by
+        self._text.append(text)
+        self.is_finished = True
 
     def _named(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         return {
@@ -90,24 +104,15 @@ class RequestState:
             return None
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
-    def output(self) -> RequestOutput:
-        """Everything so far."""
-        return self._output(0)
-
-    def take_delta(self) -> RequestOutput:
-        """What came since the last call."""
-        output = self._output(self._num_told)
-        self._num_told += len(output.outputs[0].token_ids)
-        self._has_told_end = output.finished
-        return output
-
-    def _output(self, start: int) -> RequestOutput:
+    def output(self, start: int = 0) -> CompletionOutput:
+        """What there is from token `start` on."""
         request = self.request
         # The end first: it is set last, so all that it stands for is there.
-        is_ended = self._is_ended
-        ready = self._num_ready
+        is_ended = self.is_finished
+        ready = self.num_tokens
         logprobs = self._logprobs
-        completion = CompletionOutput(
+        return CompletionOutput(
+            index=request.index,
             text="".join(self._text[start : ready + is_ended]),
             token_ids=request.output_token_ids[start:ready],
             cumulative_logprob=(
@@ -118,18 +123,75 @@ class RequestState:
             stop_reason=request.stop_reason,
             seed=request.seed,
         )
+
+    def take_delta(self) -> CompletionOutput:
+        """What came since the last call."""
+        output = self.output(self._num_told)
+        self._num_told += len(output.token_ids)
+        self.has_told_end = output.finished()
+        return output
+
+
+class RequestState:
+    """All completions of one request.
+
+    Args:
+      requests: one per completion, the leader first.
+      tokenizer: None where the model has none.
+    """
+
+    def __init__(self, requests: list[Request], tokenizer: Tokenizer | None) -> None:
+        self.request = requests[0]
+        self.completions = [CompletionState(r, tokenizer) for r in requests]
+
+    @property
+    def request_id(self) -> str:
+        """Unique in its engine."""
+        return self.request.request_id
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return all(one.is_finished for one in self.completions)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return sum(one.num_tokens for one in self.completions)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_delta` would tell something."""
+        return any(one.has_news for one in self.completions)
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        outputs = [one.output() for one in self.completions]
+        return self._output(outputs, all(one.finished() for one in outputs))
+
+    def take_delta(self) -> RequestOutput:
+        """What came since the last call: the completions with news."""
+        news = [one.take_delta() for one in self.completions if one.has_news]
+        return self._output(news, all(one.has_told_end for one in self.completions))
+
+    def _output(
+        self, outputs: list[CompletionOutput], is_finished: bool
+    ) -> RequestOutput:
+        request = self.request
+        firsts = [one.request.first_token_s for one in self.completions]
+        lasts = [one.request.finished_s for one in self.completions]
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            finished=is_ended,
+            outputs=outputs,
+            finished=is_finished,
             metrics=RequestMetrics(
                 arrival_s=request.arrival_s,
-                first_token_s=request.first_token_s,
-                finished_s=request.finished_s,
+                first_token_s=min((s for s in firsts if s is not None), default=None),
+                finished_s=max((s for s in lasts if s is not None), default=None),
                 num_prompt_tokens=request.prompt_len,
-                num_output_tokens=ready,
+                num_output_tokens=self.num_tokens,
             ),
         )
 

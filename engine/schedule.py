@@ -40,6 +40,29 @@ class PageMove:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PageCopy:
+    """The content of one page that goes to another, before its holder writes there."""
+
+    source: int
+    target: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fork:
+    """A further completion of a prompt whose last chunk is in this step.
+
+    Attributes:
+      request: its row begins like the leader's, with its own seed and pages.
+      slot: the request's slot in this step.
+      source: the leader's place among the step's chunks.
+    """
+
+    request: Request
+    slot: int
+    source: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
     """A preempted request's row as it was, with its pages back on the device.
 
@@ -60,8 +83,8 @@ class Resumption:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
-    """One step. On the device: pages move out and in, rows move, released ones end,
-    page tables grow, then resumed rows and chunks apply.
+    """One step. On the device: pages are copied, move out and in; rows move, released
+    ones end, page tables grow; then resumed rows, chunks and forks apply.
 
     All slots are numbered as they are after the move.
 
@@ -71,9 +94,11 @@ class Schedule:
       released: slots whose request the host has ended. A chunk of this step may
         already belong to such a slot's next request.
       new_pages: (slot, page): the row's next token opens this page.
-      saves, loads: page moves to, then from the host pool, before all else.
+      copies, saves, loads: within the pool, to and from the host pool, in this order,
+        before all else.
       resumed: rows that come back after a preemption; they decode in this step.
       prefill: rows of at most one prefill call; one bucket holds them all.
+      forks: rows that sample from the logits of a last chunk of this step.
       decode: requests that decode one token: all that have tokens left, or none.
       decode_slots: their slots, ascending (requests may have moved at `update`).
       num_rows: 1 + the highest taken slot: what a decode call has to cover. In the
@@ -83,10 +108,12 @@ class Schedule:
     slot_sources: tuple[int, ...] | None = None
     released: tuple[int, ...] = ()
     new_pages: tuple[tuple[int, int], ...] = ()
+    copies: tuple[PageCopy, ...] = ()
     saves: tuple[PageMove, ...] = ()
     loads: tuple[PageMove, ...] = ()
     resumed: tuple[Resumption, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
+    forks: tuple[Fork, ...] = ()
     decode: tuple[Request, ...] = ()
     decode_slots: np.ndarray = dataclasses.field(
         default_factory=lambda: np.zeros(0, np.int64)

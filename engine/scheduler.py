@@ -15,13 +15,14 @@ from headrace.engine.admission import can_go_on
 from headrace.engine.kv_cache_manager import KVCacheManager
 from headrace.engine.lifecycle import DeviceChanges, Lifecycle
 from headrace.engine.outputs import FinishReason
+from headrace.engine.packed_layout import num_packed_rows
 from headrace.engine.request import Request, RequestStatus
 from headrace.engine.schedule import (
+    Fork,
     PrefillChunk,
     Resumption,
     Schedule,
     StepResult,
-    pick_prefill_shape,
 )
 
 
@@ -40,6 +41,7 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
         *,
         num_host_pages: int = 0,
+        caches_output: bool = False,
     ) -> None:
         """Starts empty.
 
@@ -48,16 +50,15 @@ class Scheduler:
           manager: the pool's pages; this scheduler alone takes from it.
           clock: seconds; stamps admissions, first tokens and ends.
           num_host_pages: room for the pages of preempted requests in invariant mode.
+          caches_output: pages that decoding filled may serve other requests, too.
         """
         assert config.prefill_shapes is not None
         self._config = config
         self._manager = manager
         self._clock = clock
         self._is_static = config.policy == "static"
-        self._prefill_shapes = config.prefill_shapes
-        self._max_chunk = max(tokens for _, tokens in config.prefill_shapes)
-        self._max_rows = max(rows for rows, _ in config.prefill_shapes)
-        self._life = Lifecycle(config, manager, clock, num_host_pages)
+        self._max_rows = num_packed_rows(config)
+        self._life = Lifecycle(config, manager, clock, num_host_pages, caches_output)
         self._running = self._life.running
         self._num_added = 0
         self._prefills_since_decode = 0
@@ -88,31 +89,35 @@ class Scheduler:
         """Slots that nobody holds."""
         return self._running.num_free
 
-    def add(self, request: Request) -> None:
-        """Puts a request into the queue.
+    def add(self, *requests: Request) -> None:
+        """Puts a request and its siblings into the queue: all of them, or none.
 
         Raises:
-          ValueError: its id belongs to a live request, or it was added before.
+          ValueError: an id belongs to a live request, or one was added before.
           QueueFullError: a bound of the queue is reached.
         """
         life = self._life
-        if request.request_id in life.requests:
-            raise ValueError(
-                f"request_id must be unique among live requests, got "
-                f"{request.request_id!r} again"
-            )
-        if request.status is not RequestStatus.WAITING or request.number >= 0:
-            raise ValueError(f"a request can be added once, got a {request.status}")
-        # make_request has refused what the whole pool could not hold.
-        num_pages = self._manager.pages_for(request.max_len)
-        assert num_pages < self._manager.num_pages
-        if request.tenant is not None:
-            tenants = {other.tenant for other in life.requests.values()}
-            life.admission.queue.come_back(request.tenant, tenants)
-        request.number = self._num_added
-        life.admission.add(request)
-        self._num_added += 1
-        life.requests[request.request_id] = request
+        for request in requests:
+            if request.request_id in life.requests:
+                raise ValueError(
+                    f"request_id must be unique among live requests, got "
+                    f"{request.request_id!r} again"
+                )
+            if request.status is not RequestStatus.WAITING or request.number >= 0:
+                raise ValueError(f"a request can be added once, got a {request.status}")
+            # make_request has refused what the whole pool could not hold.
+            num_pages = self._manager.pages_for(request.max_len)
+            assert num_pages < self._manager.num_pages
+        tokens = sum(request.prompt_len for request in requests)
+        life.admission.check_room(len(requests), tokens)
+        for request in requests:
+            if request.tenant is not None:
+                tenants = {other.tenant for other in life.requests.values()}
+                life.admission.queue.come_back(request.tenant, tenants)
+            request.number = self._num_added
+            self._num_added += 1
+            life.admission.add(request)
+            life.requests[request.request_id] = request
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> Request | None:
         """Ends a request now, with the tokens it has; None if it is not live.
@@ -144,7 +149,9 @@ class Scheduler:
             self._overdue.append(request)
         life.grow()
         self._admit(now_s)
-        chunks = self._pick_chunks()
+        chunks = life.prefilling.pick(
+            num_decoding=life.num_decoding, num_resumed=len(life.changes.resumed)
+        )
         does_decode = self._does_decode(does_prefill=bool(chunks))
         if not (chunks or does_decode or life.changes.saves or life.changes.loads):
             return None
@@ -154,9 +161,11 @@ class Scheduler:
             request.num_dispatched += 1
         if schedule.decode:
             self._running.count_decode()
-        for chunk in schedule.prefill:
+        for index, chunk in enumerate(schedule.prefill):
             if chunk.is_last:  # decodes from the next step on
                 life.start_decode(chunk.request)
+                forks = [f.request for f in schedule.forks if f.source == index]
+                life.fork(chunk.request, forks)
         return schedule
 
     def _build(self, chunks: list[tuple[Request, int]], does_decode: bool) -> Schedule:
@@ -168,14 +177,17 @@ class Scheduler:
             released = [sources[slot] for slot in released]
         decode, slots = self._running.decode_rows() if does_decode else ((), _NO_SLOTS)
         grown = [(_slot_of(r), page) for r, page in changes.grown if not r.is_finished]
+        prefill, forks = self._advance_prefill(chunks)
         return Schedule(
             slot_sources=sources,
             released=tuple(released),
             new_pages=tuple(grown),
+            copies=tuple(changes.copies),
             saves=tuple(changes.saves),
             loads=tuple(changes.loads),
             resumed=tuple([_resumption(request) for request in changes.resumed]),
-            prefill=tuple([self._advance_prefill(*chunk) for chunk in chunks]),
+            prefill=prefill,
+            forks=forks,
             decode=decode,
             decode_slots=slots,
             num_rows=self._running.num_rows,
@@ -191,11 +203,15 @@ class Scheduler:
         Returns:
           Requests that got a token, ended ones included; prefilled ones first.
         """
-        fresh = [chunk for chunk in schedule.prefill if chunk.is_last]
-        requests = [*(chunk.request for chunk in fresh), *schedule.decode]
+        fresh: list[PrefillChunk | Fork] = [
+            chunk for chunk in schedule.prefill if chunk.is_last
+        ]
+        fresh += schedule.forks
+        requests = [*(row.request for row in fresh), *schedule.decode]
         if not requests:
             return []
-        slots = [chunk.slot for chunk in fresh] + schedule.decode_slots.tolist()
+        slots = [row.slot for row in fresh]
+        slots += schedule.decode_slots.tolist()
         return self._life.book(requests, slots, result)
 
     def _admit(self, now_s: float) -> None:
@@ -208,48 +224,22 @@ class Scheduler:
         free = self._running.num_free
         if not life.num_running and life.admission.should_wait(now_s, free):
             return
-        taken: list[Request] = []
+        taken: dict[Request, bool] = {}  # and whether it follows its leader
         spare_rows = self._max_rows
         for request in queue.candidates() if free else ():
             if len(taken) == free:
                 break
             if not can_go_on(request, spare_rows):
                 continue
-            has_pages = life.admission.take_pages(request)
+            follows = life.prefilling.can_follow(request, taken)
+            has_pages = life.admission.take_pages(request, follows=follows)
             if has_pages is False:
                 break  # nobody overtakes: a large request is never starved
             if has_pages:
-                taken.append(request)
+                taken[request] = follows
                 spare_rows -= bool(request.host_pages)
-        for request in taken:
-            life.begin(request, now_s)
-
-    def _pick_chunks(self) -> list[tuple[Request, int]]:
-        """Next chunks for one prefill call: (request, length), first come first.
-
-        Takes requests in order while one bucket holds all their chunks, and stops at
-        the first that does not fit: a later one never overtakes it.
-        """
-        chunks: list[tuple[Request, int]] = []
-        longest = total = 0
-        budget = self._config.max_tokens_per_step
-        if budget is not None:
-            budget -= self._life.num_decoding
-        spare_rows = self._max_rows - len(self._life.changes.resumed)
-        for request in self._life.prefilling:
-            left = request.fill_len - request.num_prefilled
-            length = min(left, self._max_chunk)
-            longest = max(longest, length)
-            total += length
-            rows = len(chunks) + 1
-            if chunks and budget is not None and total > budget:
-                break
-            if rows > spare_rows or not pick_prefill_shape(
-                self._prefill_shapes, rows=rows, tokens=longest
-            ):
-                break
-            chunks.append((request, length))
-        return chunks
+        for request, follows in taken.items():
+            life.begin(request, now_s, follows=follows)
 
     def _does_decode(self, *, does_prefill: bool) -> bool:
         """Whether all that can decode do, or none while prefill calls go first."""
@@ -264,22 +254,26 @@ class Scheduler:
         self._prefills_since_decode = 0
         return True
 
-    def _advance_prefill(self, request: Request, length: int) -> PrefillChunk:
-        """Counts a chunk as done; the last one makes its request decode next step."""
-        start = request.num_prefilled
-        request.num_prefilled += length
-        is_last = request.num_prefilled == request.fill_len
-        self._life.admission.remember_filled(request, start, start + length)
-        if is_last:
-            self._life.prefilling.remove(request)
-            request.num_dispatched += 1
-        return PrefillChunk(
-            request=request,
-            slot=_slot_of(request),
-            start=start,
-            length=length,
-            is_last=is_last,
-        )
+    def _advance_prefill(
+        self, picked: list[tuple[Request, int]]
+    ) -> tuple[tuple[PrefillChunk, ...], tuple[Fork, ...]]:
+        """Counts chunks as done; a last one makes its request decode next step."""
+        chunks, forks = [], []
+        for index, (request, length) in enumerate(picked):
+            start, served = self._life.prefilling.advance(request, length)
+            end = start + length
+            self._life.admission.remember_filled(request, start, end)
+            request.num_dispatched += end == request.fill_len
+            chunk = PrefillChunk(
+                request=request,
+                slot=_slot_of(request),
+                start=start,
+                length=length,
+                is_last=end == request.fill_len,
+            )
+            chunks.append(chunk)
+            forks += [Fork(request=r, slot=_slot_of(r), source=index) for r in served]
+        return tuple(chunks), tuple(forks)
 
 
 _NO_SLOTS = np.zeros(0, np.int64)

@@ -13,6 +13,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 # zeros at start: half a second a gigabyte.
 _CPU_FRACTION, _CPU_POOL_BYTES = 0.5, 2 * 2**30
 _GPU_FRACTION = 0.88
+_HOST_FRACTION = 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +23,12 @@ class DeviceFacts:
     Attributes:
       platform: "cpu" or "gpu".
       free_bytes: memory that is free before weights are loaded.
+      host_free_bytes: the host's, where that is not the device's own.
     """
 
     platform: str
     free_bytes: int
+    host_free_bytes: int = 0
 
 
 def default_dtype(device: DeviceFacts) -> Dtype:
@@ -77,7 +80,15 @@ def resolve(
         or (_CPU_FRACTION if on_cpu else _GPU_FRACTION),
     )
     config = _resolve_buckets(config, context, on_cpu)
-    return dataclasses.replace(config, num_pages=_num_pages(model, config, device))
+    num_pages = _num_pages(model, config, device)
+    assert config.kv_dtype
+    host_bytes = config.host_kv_bytes
+    if host_bytes is None:
+        pool_bytes = num_pages * page_bytes(model, config.page_size, config.kv_dtype)
+        spare = int(device.host_free_bytes * _HOST_FRACTION)
+        # Fast mode computes preempted requests again.
+        host_bytes = min(pool_bytes, spare) if config.numerics == "invariant" else 0
+    return dataclasses.replace(config, num_pages=num_pages, host_kv_bytes=host_bytes)
 
 
 def _resolve_buckets(config: EngineConfig, context: int, on_cpu: bool) -> EngineConfig:

@@ -67,13 +67,14 @@ def apply_packed(
     """Applies a step's changes: moves rows, ends released ones, lets page tables grow,
     fills fresh and resumed rows.
 
-    A request's row becomes active with the last chunk of its prompt; its position is
-    then that of the last prompt token, so that sampling advances it like any other. A
-    resumed row is as it was before it was preempted, with new pages.
+    A request's row becomes active with the last chunk of its prompt, its own or that
+    of its leader; its position is then that of the last prompt token, so that sampling
+    advances it like any other. A resumed row is as it was before it was preempted, with
+    new pages.
 
     Returns:
       The new state, and which rows are fresh: they sample in this step from the
-      logits of their prefill and do not decode.
+      logits of a prefill and do not decode.
     """
     source_B = layout.source(packed)
     slots = jax.tree.map(lambda leaf: leaf[source_B], slots)
@@ -86,16 +87,17 @@ def apply_packed(
     def bits(name: str, dtype: Any) -> Array:
         return jax.lax.bitcast_convert_type(field(name), dtype)
 
-    resumes_R, is_last_R = field("resumes") == 1, field("is_last") == 1
+    resumes_R, forks_R = field("resumes") == 1, field("source") > 0
+    is_fresh_R = (field("is_last") == 1) | forks_R
     # Rows that are not the last chunk of a prompt are dropped by an index past B.
-    slot_R = jnp.where(is_last_R | resumes_R, field("slot"), B)
+    slot_R = jnp.where(is_fresh_R | resumes_R, field("slot"), B)
 
     def put(leaf: Array, rows_R: Array, slot_R: Array = slot_R) -> Array:
         return leaf.at[slot_R].set(rows_R.astype(leaf.dtype), mode="drop")
 
     resumed_R = jnp.where(resumes_R, field("slot"), B)
     position_R = jnp.where(
-        resumes_R, field("position"), field("start") + field("length") - 1
+        resumes_R | forks_R, field("position"), field("start") + field("length") - 1
     )
     seeds = [bits("seed_low", jnp.uint32), bits("seed_high", jnp.uint32)]
     table_BM = _grown(slots, layout.new_pages(packed), layout.page_size)
@@ -111,7 +113,7 @@ def apply_packed(
         top_p_B=put(slots.top_p_B, bits("top_p", jnp.float32)),
         page_table_BM=put(table_BM, layout.page_table(rows)),
     )
-    fresh_R = jnp.where(is_last_R, field("slot"), B)
+    fresh_R = jnp.where(is_fresh_R, field("slot"), B)
     fresh_B = put(jnp.zeros(B, bool), jnp.ones_like(slot_R), fresh_R)
     return changed, fresh_B
 

@@ -91,11 +91,13 @@ def prefill_forward(
     """One chunk of up to `shape[0]` prompts; arguments as for `decode_forward`.
 
     A row with the last chunk of its prompt writes its last token's logits to its
-    slot's row. The slot state is not needed: a chunk brings its own page table.
+    slot's row, and to those of its forks. The slot state is not needed: a chunk brings
+    its own page table.
     """
     del slots
     R, T = shape
-    rows = layout.rows(packed)[:R]
+    all_rows = layout.rows(packed)
+    rows = all_rows[:R]
     start_R, length_R = layout.field(rows, "start"), layout.field(rows, "length")
     inputs = ModelInputs(
         tokens_BT=layout.tokens(packed, R, T),
@@ -111,7 +113,11 @@ def prefill_forward(
     new_RV = model.apply({"params": params}, hidden_RD, method="logits")[:R]
     is_last_R = layout.field(rows, "is_last") == 1
     slot_R = jnp.where(is_last_R, layout.field(rows, "slot"), layout.num_slots)
-    return kv_cache, logits_BQV.at[slot_R, 0].set(new_RV, mode="drop")
+    logits_BQV = logits_BQV.at[slot_R, 0].set(new_RV, mode="drop")
+    source_W = layout.field(all_rows, "source")
+    slot_W = jnp.where(source_W > 0, layout.field(all_rows, "slot"), layout.num_slots)
+    forked_WV = new_RV[jnp.maximum(source_W - 1, 0)]
+    return kv_cache, logits_BQV.at[slot_W, 0].set(forked_WV, mode="drop")
 
 
 def sample(

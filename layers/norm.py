@@ -1,13 +1,8 @@
 """Root-mean-square normalisation, computed in float32 whatever the storage type."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-# XLA on a CPU adds up the squares of fewer rows in another order.
-_LEAST_ROWS = 8
 
 
 def rms_norm(
@@ -20,10 +15,27 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, equation 4.
     """
     x32_XD = x_XD.astype(jnp.float32)
-    square_RD = jnp.square(x32_XD).reshape(-1, x_XD.shape[-1])
-    rows = math.prod(x_XD.shape[:-1])
-    short = max(0, _LEAST_ROWS - rows)
-    mean_R = jnp.mean(jnp.pad(square_RD, ((0, short), (0, 0))), axis=-1)[:rows]
-    mean_X1 = mean_R.reshape(*x_XD.shape[:-1], 1)
+    mean_X1 = jax.lax.platform_dependent(
+        jnp.square(x32_XD), cpu=_mean_in_halves, default=_mean
+    )
     y_XD = x32_XD * jax.lax.rsqrt(mean_X1 + eps) * scale_D.astype(jnp.float32)
     return y_XD.astype(x_XD.dtype)
+
+
+def _mean(y_XD: Float[Array, "*X D"]) -> Float[Array, "*X 1"]:
+    return jnp.mean(y_XD, axis=-1, keepdims=True)
+
+
+def _mean_in_halves(y_XD: Float[Array, "*X D"]) -> Float[Array, "*X 1"]:
+    """The mean as a fixed tree of sums: the one half plus the other, and again.
+
+    What XLA makes of a sum on a CPU adds in another order for fewer rows: under 8 on
+    one processor, up to 8 on another. Sums of whole arrays leave it no choice.
+    """
+    size = y_XD.shape[-1]
+    while (half := y_XD.shape[-1] // 2) > 0:
+        rest_XD = y_XD[..., 2 * half :]
+        y_XD = y_XD[..., :half] + y_XD[..., half : 2 * half]
+        if rest_XD.shape[-1]:
+            y_XD = jnp.concatenate([y_XD[..., :-1], y_XD[..., -1:] + rest_XD], axis=-1)
+    return y_XD / size

@@ -1,4 +1,4 @@
-// What the C++ kernels of the CPU share: vectors of 16 floats, and tasks on XLA's threads.
+// What the C++ kernels of the CPU share: vectors of floats, and tasks on XLA's threads.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +9,31 @@
 #include <memory>
 #include <mutex>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
+
+#if !defined(__FMA__) && !defined(__aarch64__)
+#error "this processor has no fused multiply-add, which these kernels are made of"
+#endif
 
 namespace headrace {
 
+// A vector fills one register. With 16 lanes there are 32 registers (AVX-512); with 8
+// there may be only 16 (AVX2), so tiles are smaller.
+#ifdef __AVX512F__
 constexpr int LANES = 16;
-typedef float Floats __attribute__((vector_size(64)));
+#define HEADRACE_EACH_LANE(f)                                                       \
+  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), \
+      f(13), f(14), f(15)
+#else
+constexpr int LANES = 8;
+#define HEADRACE_EACH_LANE(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
+#endif
+constexpr bool IS_WIDE = LANES == 16;
+typedef float Floats __attribute__((vector_size(LANES * 4)));
 
 inline Floats load(const float* from) {
   Floats value;
@@ -24,8 +43,8 @@ inline Floats load(const float* from) {
 
 // bfloat16 is the upper half of a float.
 inline Floats load(const uint16_t* from) {
-  typedef uint16_t Halves __attribute__((vector_size(32)));
-  typedef uint32_t Words __attribute__((vector_size(64)));
+  typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+  typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
   Halves halves;
   std::memcpy(&halves, from, sizeof halves);
   Words words = __builtin_convertvector(halves, Words) << 16;
@@ -37,13 +56,27 @@ inline Floats load(const uint16_t* from) {
 inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
 // Written out: `Floats{} + x` would add a zero, which is not free.
-inline Floats fill(float x) { return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline Floats fill(float x) {
+#define HEADRACE_X(lane) x
+  return Floats{HEADRACE_EACH_LANE(HEADRACE_X)};
+#undef HEADRACE_X
+}
 
-#define HEADRACE_SIXTEEN(f)                                                         \
-  f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), \
-      f(13), f(14), f(15)
+// a * b + c in one rounding. Written so, and with contraction off: which sums a compiler
+// fuses by itself differs from one copy of a template to the next, and so would the bits.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  for (int i = 0; i < LANES; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+}
 
-// One of the four steps that transpose 16 vectors: swaps blocks of DISTANCE lanes.
+#ifdef __AVX512F__
+// One of the steps that transpose 16 vectors: swaps blocks of DISTANCE lanes.
 template <int DISTANCE>
 inline void swap_blocks(Floats* rows) {
 #define HEADRACE_LOW(l) ((l & DISTANCE) ? LANES + l - DISTANCE : l)
@@ -51,8 +84,8 @@ inline void swap_blocks(Floats* rows) {
   for (int i = 0; i < LANES; ++i) {
     if (i & DISTANCE) continue;
     Floats a = rows[i], b = rows[i + DISTANCE];
-    rows[i] = __builtin_shufflevector(a, b, HEADRACE_SIXTEEN(HEADRACE_LOW));
-    rows[i + DISTANCE] = __builtin_shufflevector(a, b, HEADRACE_SIXTEEN(HEADRACE_HIGH));
+    rows[i] = __builtin_shufflevector(a, b, HEADRACE_EACH_LANE(HEADRACE_LOW));
+    rows[i + DISTANCE] = __builtin_shufflevector(a, b, HEADRACE_EACH_LANE(HEADRACE_HIGH));
   }
 #undef HEADRACE_LOW
 #undef HEADRACE_HIGH
@@ -64,6 +97,29 @@ inline void transpose_block(Floats* rows) {
   swap_blocks<2>(rows);
   swap_blocks<1>(rows);
 }
+#else
+// Of 8 vectors, in steps that are one instruction each on AVX2: pairs of floats, then
+// pairs of pairs within halves, then halves.
+inline void transpose_block(Floats* rows) {
+  Floats pairs[LANES], quads[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    Floats a = rows[i], b = rows[i + 1];
+    pairs[i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
+    pairs[i + 1] = __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      Floats a = pairs[i + j], b = pairs[i + j + 2];
+      quads[i + 2 * j] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+      quads[i + 2 * j + 1] = __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; ++i) {
+    Floats a = quads[i], b = quads[i + 4];
+    rows[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+    rows[i + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+#endif
 
 // to[c * to_stride + r] = from[r * from_stride + c] for r < rows, c < columns.
 inline void transpose(const float* from, int64_t from_stride, int64_t rows,

@@ -47,6 +47,8 @@ class FakeModel:
         for chunk in schedule.prefill:
             if chunk.is_last:
                 self._put(chunk.request, chunk.slot, chunk.request.num_dispatched)
+        for fork in schedule.forks:
+            self._put(fork.request, fork.slot, fork.request.num_dispatched)
         codes = np.where(left > 0, 0, FINISH_STOP).astype(np.int32)
         for request, slot in zip(schedule.decode, schedule.decode_slots, strict=True):
             if request.num_dispatched == request.max_tokens and left[slot] == 0:

@@ -152,12 +152,33 @@ class FakeDevice:
                     assert slot < schedule.num_rows
                     self._write(row.pages, row.position, row.last_token)
                     tokens[slot], finish[slot] = self._sample(row)
-        for chunk in schedule.prefill:
-            if (row := self._prefill(chunk)) is not None:
+        leaders = [self._prefill(chunk) for chunk in schedule.prefill]
+        # Before a leader's own token joins its history.
+        forked = [(fork, self._fork(fork, leaders)) for fork in schedule.forks]
+        for chunk, row in zip(schedule.prefill, leaders, strict=True):
+            if row is not None:
                 tokens[chunk.slot], finish[chunk.slot] = self._sample(row)
+        for fork, row in forked:
+            tokens[fork.slot], finish[fork.slot] = self._sample(row)
+            row.pages = list(fork.request.pages)
         return tokens, finish
 
+    def _fork(self, fork, leaders):
+        """A row that has its leader's logits; later tokens come from its own pages."""
+        old, leader = self.rows[fork.slot], leaders[fork.source]
+        assert old is None or not old.is_active, "the slot has another request"
+        row = dataclasses.replace(
+            leader,
+            pages=list(leader.pages),
+            remaining=fork.request.max_tokens,
+            stop_ids=fork.request.stop_ids,
+        )
+        self.rows[fork.slot] = row
+        return row
+
     def _move_pages(self, schedule):
+        for copy in schedule.copies:
+            self.pages[copy.target] = list(self.pages[copy.source])
         for move in schedule.saves:
             for device, host in zip(move.device, move.host, strict=True):
                 self.host[host] = list(self.pages[device])

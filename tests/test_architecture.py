@@ -21,7 +21,7 @@ MAY_IMPORT["pallas_kernels"] = {"pallas_kernels"}
 # Every other file of engine/ is host side and runs without jax.
 DEVICE_SIDE = {
     "async_llm", "device_facts", "llm", "loop", "model_runner", "page_moves",
-    "program_store", "sampler", "slots", "steps", "warmup",
+    "probe", "program_store", "sampler", "slots", "steps", "warmup",
 }  # fmt: skip
 
 # Packages that import jax, and jax itself.

@@ -14,8 +14,10 @@ namespace {
 namespace ffi = xla::ffi;
 using headrace::fill;
 using headrace::Floats;
+using headrace::IS_WIDE;
 using headrace::LANES;
 using headrace::load;
+using headrace::multiply_add;
 using headrace::store;
 
 constexpr int H = HEADRACE_HEAD_DIM;
@@ -24,11 +26,13 @@ constexpr int KEY_BLOCK = 128;
 // Queries of one task, and of one pass over a block of keys.
 constexpr int MAX_QUERIES = 64;
 constexpr int TARGET_QUERIES = 24;
-constexpr int TILE = 4;
+constexpr int TILE = IS_WIDE ? 4 : 3;
+// Vectors of a query's output that one pass over a block of values sums up.
+constexpr int OUT_VECTORS = VECTORS % 4 == 0 ? 4 : VECTORS % 2 == 0 ? 2 : 1;
 constexpr float MASKED = -1e30f;
 static_assert(H % LANES == 0, "the head size must be a multiple of 16");
 
-typedef int32_t Ints __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 
 // Adds lanes DISTANCE apart: those of a stay where bit DISTANCE of the lane is 0, those
 // of b where it is 1.
@@ -36,19 +40,20 @@ template <int DISTANCE>
 inline Floats fold(Floats a, Floats b) {
 #define STAYS(i) ((i & DISTANCE) ? i + LANES : i)
 #define COMES(i) ((i & DISTANCE) ? (i ^ DISTANCE) + LANES : (i ^ DISTANCE))
-  return __builtin_shufflevector(a, b, HEADRACE_SIXTEEN(STAYS)) +
-         __builtin_shufflevector(a, b, HEADRACE_SIXTEEN(COMES));
+  return __builtin_shufflevector(a, b, HEADRACE_EACH_LANE(STAYS)) +
+         __builtin_shufflevector(a, b, HEADRACE_EACH_LANE(COMES));
 #undef STAYS
 #undef COMES
 }
 
-// Products of one query with 2 * DISTANCE keys from FIRST on; after DISTANCE 8, lane i
-// holds the whole product with key i.
+// Products of one query with 2 * DISTANCE keys from FIRST on; after DISTANCE LANES / 2,
+// lane i holds the whole product with key i.
 template <int DISTANCE, int FIRST, class Element>
 inline Floats dots(const Floats* q, const Element* keys) {
   if constexpr (DISTANCE == 0) {
     Floats sum = q[0] * load(keys + FIRST * H);
-    for (int h = 1; h < VECTORS; ++h) sum += q[h] * load(keys + FIRST * H + h * LANES);
+    for (int h = 1; h < VECTORS; ++h)
+      sum = multiply_add(q[h], load(keys + FIRST * H + h * LANES), sum);
     return sum;
   } else {
     return fold<DISTANCE>(dots<DISTANCE / 2, FIRST>(q, keys),
@@ -57,7 +62,7 @@ inline Floats dots(const Floats* q, const Element* keys) {
 }
 
 inline float sum_of(Floats v) {
-  v = fold<8>(v, v);
+  if constexpr (IS_WIDE) v = fold<8>(v, v);
   v = fold<4>(v, v);
   v = fold<2>(v, v);
   return fold<1>(v, v)[0];
@@ -74,16 +79,14 @@ inline float max_of(Floats v) {
 inline Floats exp_of(Floats x) {
   x = x < fill(-87.0f) ? fill(-87.0f) : x;
   const float rounds = 12582912.0f;  // 1.5 * 2**23: adding it rounds to an integer
-  Floats n = (x * 1.44269504f + rounds) - rounds;
-  Floats r = x - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
+  Floats n = multiply_add(x, fill(1.44269504f), fill(rounds)) - rounds;
+  Floats r = multiply_add(n, fill(-0.693359375f), x);
+  r = multiply_add(n, fill(2.12194440e-4f), r);
   Floats p = fill(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                     1.6666665459e-1f, 5.0000001201e-1f})
+    p = multiply_add(p, r, fill(next));
+  p = multiply_add(p * r, r, r) + 1.0f;
   Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
   Floats power;
   std::memcpy(&power, &bits, sizeof power);
@@ -126,8 +129,31 @@ inline void weigh(float* score, int first, int num_keys, Query& query) {
   Floats total{};
   for (int s = 0; s < padded; s += LANES) total += load(score + s);
   query.top = top;
-  query.total = query.total * shrink + sum_of(total);
+  query.total = __builtin_fmaf(query.total, shrink, sum_of(total));
   for (int h = 0; h < H; h += LANES) store(query.out + h, load(query.out + h) * shrink);
+}
+
+// Adds weight times value over the block's keys, for OUT_VECTORS vectors from `begin` on.
+template <int N, class Element>
+inline void sum_values(const Block<Element>& block, const float (*weights)[KEY_BLOCK],
+                       Query* queries, int begin) {
+  const int C = block.page_size;
+  Floats out[N][OUT_VECTORS];
+  for (int n = 0; n < N; ++n)
+    for (int v = 0; v < OUT_VECTORS; ++v)
+      out[n][v] = load(queries[n].out + begin + v * LANES);
+  // Values past the context are never read: they may be NaN, and 0 * NaN is NaN.
+  for (int s = 0; s < block.num_keys; ++s) {
+    const Element* value = block.v_pages[s / C] + s % C * H + begin;
+    for (int n = 0; n < N; ++n) {
+      Floats weight = fill(weights[n][s]);
+      for (int v = 0; v < OUT_VECTORS; ++v)
+        out[n][v] = multiply_add(weight, load(value + v * LANES), out[n][v]);
+    }
+  }
+  for (int n = 0; n < N; ++n)
+    for (int v = 0; v < OUT_VECTORS; ++v)
+      store(queries[n].out + begin + v * LANES, out[n][v]);
 }
 
 template <int N, class Element>
@@ -140,22 +166,11 @@ void attend_block(const Block<Element>& block, Query* queries) {
   // A page's rows past the context are read too: their scores are masked.
   for (int s = 0; s < block.num_keys; s += LANES) {
     const Element* keys = block.k_pages[s / C] + s % C * H;
-    for (int n = 0; n < N; ++n) store(score[n] + s, dots<8, 0>(q[n], keys));
+    for (int n = 0; n < N; ++n) store(score[n] + s, dots<LANES / 2, 0>(q[n], keys));
   }
   for (int n = 0; n < N; ++n) weigh(score[n], block.first, block.num_keys, queries[n]);
-  Floats out[N][VECTORS];
-  for (int n = 0; n < N; ++n)
-    for (int h = 0; h < VECTORS; ++h) out[n][h] = load(queries[n].out + h * LANES);
-  // Values past the context are never read: they may be NaN, and 0 * NaN is NaN.
-  for (int s = 0; s < block.num_keys; ++s) {
-    const Element* value = block.v_pages[s / C] + s % C * H;
-    for (int n = 0; n < N; ++n) {
-      Floats weight = fill(score[n][s]);
-      for (int h = 0; h < VECTORS; ++h) out[n][h] += weight * load(value + h * LANES);
-    }
-  }
-  for (int n = 0; n < N; ++n)
-    for (int h = 0; h < VECTORS; ++h) store(queries[n].out + h * LANES, out[n][h]);
+  for (int h = 0; h < H; h += OUT_VECTORS * LANES)
+    sum_values<N>(block, score, queries, h);
 }
 
 template <class Element>
@@ -215,7 +230,7 @@ struct Call {
   static void attend(const Block<Element>& block, Query* queries, int num_queries) {
     for (; num_queries >= TILE; queries += TILE, num_queries -= TILE)
       attend_block<TILE>(block, queries);
-    if (num_queries == 3) attend_block<3>(block, queries);
+    if (num_queries == 3 && TILE > 3) attend_block<3>(block, queries);
     if (num_queries == 2) attend_block<2>(block, queries);
     if (num_queries == 1) attend_block<1>(block, queries);
   }

@@ -6,7 +6,7 @@
 // weights alone: one bit class from 1 row to thousands. Weights are read once, as they are
 // stored; nothing packs them, which is what the products of XLA pay for at every call.
 //
-// Few rows: outputs lie in the lanes of a vector, 16 x 16 weights are transposed in
+// Few rows: outputs lie in the lanes of a vector, a square of weights is transposed in
 // registers. More rows: rows of x lie in the lanes, a weight is broadcast to them; blocking
 // as in Goto and van de Geijn 2008, sections 4 and 5.
 
@@ -19,15 +19,17 @@ namespace {
 namespace ffi = xla::ffi;
 using headrace::fill;
 using headrace::Floats;
+using headrace::IS_WIDE;
 using headrace::LANES;
 using headrace::load;
+using headrace::multiply_add;
 using headrace::store;
 
 // Rows up to which outputs lie in the lanes.
-constexpr int FEW_ROWS = 8;
-constexpr int MAX_VECTORS = 4;
+constexpr int FEW_ROWS = IS_WIDE ? 8 : 4;
+constexpr int MAX_VECTORS = IS_WIDE ? 4 : 2;
 constexpr int PANEL = MAX_VECTORS * LANES;
-// Outputs of one task: a multiple of 16 and of the tiles 12 and 6.
+// Outputs of one task: a multiple of LANES and of the tiles 12 and 6.
 constexpr int OUTPUTS = 48;
 // How far ahead a weight's row is fetched, in weights.
 constexpr int AHEAD = 96;
@@ -37,29 +39,33 @@ struct Weights {
   int64_t I;
 };
 
-// Sixteen outputs of R rows.
+// LANES outputs of R rows.
 template <int R>
-inline void sixteen_outputs(Weights weights, const float* x, float* y, int64_t O) {
+inline void outputs_in_lanes(Weights weights, const float* x, float* y, int64_t O) {
   const auto [w, I] = weights;
   Floats sums[R]{};
   int64_t i = 0;
   for (; i + LANES <= I; i += LANES) {
     Floats block[LANES];
-    for (int n = 0; n < LANES; ++n) __builtin_prefetch(w + n * I + i + AHEAD);
+    for (int n = 0; n < LANES; n += IS_WIDE ? 1 : 2)
+      __builtin_prefetch(IS_WIDE ? w + n * I + i + AHEAD
+                                 : w + LANES * I + i * LANES + n * LANES);
     for (int n = 0; n < LANES; ++n) block[n] = load(w + n * I + i);
     headrace::transpose_block(block);
     for (int n = 0; n < LANES; ++n)
-      for (int r = 0; r < R; ++r) sums[r] += block[n] * fill(x[r * I + i + n]);
+      for (int r = 0; r < R; ++r)
+        sums[r] = multiply_add(block[n], fill(x[r * I + i + n]), sums[r]);
   }
   for (; i < I; ++i) {
     Floats column;
     for (int n = 0; n < LANES; ++n) column[n] = w[n * I + i];
-    for (int r = 0; r < R; ++r) sums[r] += column * fill(x[r * I + i]);
+    for (int r = 0; r < R; ++r)
+      sums[r] = multiply_add(column, fill(x[r * I + i]), sums[r]);
   }
   for (int r = 0; r < R; ++r) store(y + r * O, sums[r]);
 }
 
-// N outputs of V vectors of rows; x is [I, V * 16], sums [N, PANEL].
+// N outputs of V vectors of rows; x is [I, V * LANES], sums [N, PANEL].
 template <int N, int V>
 inline void tile(Weights weights, const float* x, float* sums) {
   const auto [w, I] = weights;
@@ -69,14 +75,14 @@ inline void tile(Weights weights, const float* x, float* sums) {
     for (int v = 0; v < V; ++v) rows[v] = load(x + (i * V + v) * LANES);
     for (int n = 0; n < N; ++n) {
       Floats weight = fill(w[n * I + i]);
-      for (int v = 0; v < V; ++v) acc[n][v] += weight * rows[v];
+      for (int v = 0; v < V; ++v) acc[n][v] = multiply_add(weight, rows[v], acc[n][v]);
     }
   };
   int64_t i = 0;
   for (; i + LANES <= I; i += LANES) {
     // A full panel computes for long enough to fetch the next tile in order meanwhile.
     for (int n = 0; n < N; ++n)
-      __builtin_prefetch(V == MAX_VECTORS ? w + N * I + i * N + n * LANES
+      __builtin_prefetch(V == MAX_VECTORS || !IS_WIDE ? w + N * I + i * N + n * LANES
                                           : w + n * I + i + AHEAD);
     for (int j = 0; j < LANES; ++j) add(i + j);
   }
@@ -90,7 +96,7 @@ struct Call {
   const int32_t* valid_B;
   float* y_RO;
   int64_t R, I, O, B;
-  // x in panels of up to 64 rows, each [I, rows of the panel, padded]; for many rows.
+  // x in panels of up to PANEL rows, each [I, rows of the panel, padded]; for many rows.
   // Lanes of padding hold anything: they meet no other lane, and nothing stores them.
   const float* panels = nullptr;
 
@@ -129,10 +135,12 @@ struct Call {
       case 2: return few_rows<2>(begin, end);
       case 3: return few_rows<3>(begin, end);
       case 4: return few_rows<4>(begin, end);
+#ifdef __AVX512F__
       case 5: return few_rows<5>(begin, end);
       case 6: return few_rows<6>(begin, end);
       case 7: return few_rows<7>(begin, end);
-      case 8: return few_rows<FEW_ROWS>(begin, end);
+      case 8: return few_rows<8>(begin, end);
+#endif
       default: return many_rows(begin, end);
     }
   }
@@ -141,10 +149,9 @@ struct Call {
   void few_rows(int64_t begin, int64_t end) const {
     int64_t o = begin;
     for (; o + LANES <= end; o += LANES)
-      sixteen_outputs<ROWS>(weights_of(o), x_RI, y_RO + o, O);
+      outputs_in_lanes<ROWS>(weights_of(o), x_RI, y_RO + o, O);
     for (; o < end; ++o)
       for (int r = 0; r < ROWS; ++r) {
-        // A plain sum would be vectorized, and multiplied and added in two roundings.
         float sum = 0.0f;
         for (int64_t i = 0; i < I; ++i)
           sum = __builtin_fmaf(w_OI[o * I + i], x_RI[r * I + i], sum);
@@ -164,7 +171,7 @@ struct Call {
       const float* x = panels + first * I;
       switch (vectors_of(rows)) {
         case 1: tiles<12, 1>(x, begin, end, sums); break;
-        case 2: tiles<12, 2>(x, begin, end, sums); break;
+        case 2: tiles<IS_WIDE ? 12 : 6, 2>(x, begin, end, sums); break;
         default: tiles<6, MAX_VECTORS>(x, begin, end, sums);
       }
       headrace::transpose(sums, PANEL, end - begin, rows, y_RO + first * O + begin, O);

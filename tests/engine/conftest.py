@@ -7,7 +7,7 @@ import pytest
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.kv_cache_manager import KVCacheManager
 from headrace.engine.prefix_hash import chain_seed, name_pages
-from headrace.engine.request import RequestStatus, make_request
+from headrace.engine.request import RequestStatus, make_request, make_siblings
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.schedule import StepResult, pick_decode_bucket
 from headrace.engine.scheduler import Scheduler
@@ -37,18 +37,21 @@ class Engine:
     With `lag` it schedules step N + 1 before it updates with step N.
     """
 
-    def __init__(self, fake_device, lag=False, num_host_pages=0, **changes):
+    def __init__(
+        self, fake_device, lag=False, num_host_pages=0, caches_output=False, **changes
+    ):
         config = EngineConfig(**{**CONFIG, **changes})
         self.config, self.lag = config, lag
         self.manager = KVCacheManager(config.num_pages, config.page_size)
         self.clock_s = 0.0
         self.scheduler = Scheduler(
-            config, self.manager, lambda: self.clock_s, num_host_pages=num_host_pages
-        )
+            config, self.manager, lambda: self.clock_s,
+            num_host_pages=num_host_pages, caches_output=caches_output,
+        )  # fmt: skip
         self.device = fake_device(config.num_slots, config.num_pages, num_host_pages)
         self.requests = []  # in order of arrival
         self.chunks, self.starts = {}, {}
-        self.num_resumed = 0
+        self.num_resumed = self.num_forks = 0
         self.pending = None
         self.num_paused, self.batch_rows, self.static_batch = 0, 0, set()
 
@@ -73,16 +76,18 @@ class Engine:
         )
         for field, value in fields.items():
             setattr(request, field, value)
+        request.uses_cache = self.config.prefix_cache and request.uses_cache
         if self.config.prefix_cache:
             seed = chain_seed(model="", bit_class="", tenant=request.tenant or "")
             names = name_pages(seed, request.prompt_token_ids, PAGE_SIZE)
-            request.page_names = names
+            request.name_seed, request.page_names = seed, names
         return request
 
     def add(self, *requests):
         for request in requests:
-            self.scheduler.add(request)
-            self.requests.append(request)
+            siblings = make_siblings(request)
+            self.scheduler.add(*siblings)
+            self.requests += siblings
 
     def step(self):
         """One turn; returns the schedule, None where nothing was to do."""
@@ -94,6 +99,7 @@ class Engine:
         if schedule is not None:
             self.check(schedule, busy)
             self.num_resumed += len(schedule.resumed)
+            self.num_forks += len(schedule.forks)
             tokens, finish = self.device.step(schedule)
             result = StepResult(token_ids=tokens, finish_codes=finish)
         else:
@@ -116,6 +122,11 @@ class Engine:
             self.step()
         raise AssertionError("the scheduler makes no progress")
 
+    def run_until_decode(self):
+        """Steps until something decodes."""
+        while not (schedule := self.step()) or not schedule.decode:
+            pass
+
     @staticmethod
     def is_running(request):
         return request.status in (RequestStatus.PREFILLING, RequestStatus.DECODING)
@@ -126,6 +137,7 @@ class Engine:
         assert len(slots) == len(set(slots)), "two requests in one slot"
         self.check_pages(running)
         fresh = {c.request for c in schedule.prefill if c.is_last}
+        fresh |= {fork.request for fork in schedule.forks}
         others = [
             r
             for r in running
@@ -162,7 +174,7 @@ class Engine:
         assert all(0 not in r.pages for r in running)
         held = {page for r in running for page in r.pages}
         assert self.manager.num_free + len(held) == self.config.num_pages - 1
-        if not self.config.prefix_cache:
+        if not self.config.prefix_cache and all(r.params.n == 1 for r in running):
             assert len(held) == sum(len(r.pages) for r in running)
         if self.config.policy == "static":
             return
@@ -188,7 +200,9 @@ class Engine:
             assert chunk.slot == chunk.request.slot
             request = chunk.request
             if request.request_id not in self.chunks or self.restarts(chunk):
-                assert chunk.start == 0 or self.config.prefix_cache
+                # The heir of a leader that was aborted goes on where that one was.
+                is_heir = request.index > 0
+                assert chunk.start == 0 or self.config.prefix_cache or is_heir
                 self.chunks[request.request_id] = []
                 self.starts[request.request_id] = chunk.start
             done = self.chunks[request.request_id]
@@ -228,6 +242,8 @@ class Engine:
             is_stop = bool(got) and got[-1] in request.stop_ids
             assert request.finish_reason == ("stop" if is_stop else "length")
             if self.scheduler.num_preemptions or request.num_cached:
+                continue
+            if request.index:  # its prompt may be its leader's work
                 continue
             full, rest = divmod(request.prompt_len - 1, longest_chunk)
             lengths = [longest_chunk] * full + [rest + 1]

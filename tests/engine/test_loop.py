@@ -78,6 +78,23 @@ def test_shared_prefix_is_computed_once_and_changes_no_bit(small_llm):
     assert _bits(warm) == _bits(cold)
 
 
+def test_a_chat_reuses_the_answer_before_and_keeps_its_bits(small_llm):
+    """Pages that decoding filled, where filling gives the same bits, as here."""
+    assert small_llm.ledger.caches_output
+    params = _params(1, max_tokens=40)[0]
+    turn = _prompts(1, seed=21, shared=32)[0]
+    for _ in range(2):
+        answer = _run(small_llm, turn, params).outputs[0].token_ids
+        # The last token of an answer is never computed, so its page may not be full.
+        known = (len(turn) + len(answer) - 1) // PAGE * PAGE
+        turn = [*turn, *answer, 7, 8, 9]
+        cold = _run(small_llm, turn, params, uses_cache=False)
+        before = small_llm.stats()["counters"]["prefix_cache_hits"]
+        warm = _run(small_llm, turn, params)
+        assert small_llm.stats()["counters"]["prefix_cache_hits"] - before == known
+        assert _bits([warm]) == _bits([cold])
+
+
 def test_tenants_share_pages_with_themselves_only(small_llm):
     prompt, params = _prompts(1, seed=9, shared=70)[0], _params(1)[0]
     hits = [

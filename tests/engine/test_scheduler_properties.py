@@ -86,6 +86,7 @@ class Visitor:
     tenant: str | None
     deadline: int | None
     aborted_after: int | None
+    n: int
 
 
 @st.composite
@@ -94,6 +95,7 @@ def full_configs(draw):
     config["numerics"] = draw(st.sampled_from(["invariant", "fast"]))
     config["num_host_pages"] = draw(st.sampled_from([0, 24, 60]))
     config["prefix_cache"] = draw(st.booleans())
+    config["caches_output"] = draw(st.booleans())
     config["num_pages"] = draw(st.integers(8, 14))
     config["ageing_s"] = 3.0
     config["max_queue_delay_s"] = draw(st.sampled_from([0.0, 2.0]))
@@ -113,6 +115,7 @@ VISITOR = st.builds(
     tenant=st.sampled_from([None, "a", "b"]),
     deadline=st.sampled_from([None] * 6 + [1, 5, 20]),
     aborted_after=st.sampled_from([None] * 6 + [0, 4, 12]),
+    n=st.sampled_from([1, 1, 1, 2, 5]),
 )
 
 
@@ -153,6 +156,7 @@ def _run(engine_of, config, visitors, lag):
         ("preempted", engine.scheduler.num_preemptions > 0),
         ("came back from the host", engine.num_resumed > 0),
         ("cache hit", engine.manager.stats.hit_tokens > 0),
+        ("forked", engine.num_forks > 0),
         ("evicted", engine.manager.stats.evictions > 0),
     ):
         hypothesis.event(f"{name}: {happened}")
@@ -170,7 +174,7 @@ def _request(engine, name, visitor, step):
     if visitor.deadline is not None:
         fields["deadline_s"] = float(step + visitor.deadline)
         fields["queue_deadline_s"] = float(step + visitor.deadline // 2)
-    params = {"ignore_eos": not visitor.has_stops}
+    params = {"ignore_eos": not visitor.has_stops, "n": visitor.n}
     room = (engine.config.num_pages - 1) * 16 - len(prompt)
     max_tokens = min(visitor.max_tokens, room, 128 - len(prompt))
     return engine.request(name, len(prompt), max_tokens, fields=fields, **params)

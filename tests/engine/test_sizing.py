@@ -13,7 +13,7 @@ from headrace.engine.sizing import DeviceFacts, num_params, page_bytes, resolve
 SMOL = parse_config(load_config("smollm2_135m"))[0]
 LLAMA_8B = parse_config(load_config("llama3_1_8b"))[0]
 CPU = DeviceFacts(platform="cpu", free_bytes=16 * 2**30)
-H200 = DeviceFacts(platform="gpu", free_bytes=140 * 10**9)
+H200 = DeviceFacts(platform="gpu", free_bytes=140 * 10**9, host_free_bytes=1000 * 10**9)
 
 
 def test_published_parameter_counts_come_out():
@@ -54,6 +54,26 @@ def test_what_cannot_fit_is_refused_with_the_bytes():
         resolve(LLAMA_8B, EngineConfig(), small)
     with pytest.raises(ValueError, match="num_pages 100000 needs"):
         resolve(SMOL, EngineConfig(num_pages=100_000), CPU)
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "wanted"),
+    [
+        (H200, {}, "pool"),
+        (dataclasses.replace(H200, host_free_bytes=8 * 10**9), {}, 2 * 10**9),
+        (H200, {"numerics": "fast"}, 0),
+        (H200, {"host_kv_bytes": 7}, 7),
+        (CPU, {}, 0),
+    ],
+)
+def test_host_memory_for_preempted_requests(device, config, wanted):
+    resolved = resolve(
+        LLAMA_8B if device is not CPU else SMOL, EngineConfig(**config), device
+    )
+    if wanted == "pool":
+        page = page_bytes(LLAMA_8B, resolved.page_size, resolved.kv_dtype)
+        wanted = resolved.num_pages * page
+    assert resolved.host_kv_bytes == wanted
 
 
 def _num_pages(model, device, **changes):

@@ -16,13 +16,15 @@ class ElementwiseModel:
     """A model without sums: the same bits in every shape, on every machine.
 
     `odd_rows` and `odd_tokens` plant a layer that rounds differently at one decode
-    batch size or chunk length; `mixes_rows` one that reads its neighbours,
-    `odd_starts` one whose bits depend on where chunks of that length start.
+    batch size or chunk length, `odd_decode` one that does in all of decode;
+    `mixes_rows` one that reads its neighbours, `odd_starts` one whose bits depend on
+    where chunks of that length start.
     """
 
     odd_rows: int = 0
     odd_tokens: int = 0
     odd_starts: int = 0
+    odd_decode: bool = False
     mixes_rows: bool = False
 
     def apply(self, variables, *args, method=None):
@@ -33,7 +35,8 @@ class ElementwiseModel:
         kv_cache, inputs = args
         hidden = variables["params"]["embedding"][inputs.tokens_BT]
         rows, tokens = inputs.tokens_BT.shape
-        if (tokens == 1 and rows == self.odd_rows) or tokens == self.odd_tokens:
+        is_odd_decode = tokens == 1 and (self.odd_decode or rows == self.odd_rows)
+        if is_odd_decode or tokens == self.odd_tokens:
             hidden = hidden * (1 + 1e-6)
         if tokens == self.odd_starts:
             is_off_grid = inputs.positions_BT[:, :1, None] % tokens != 0
@@ -64,6 +67,23 @@ def test_a_sound_model_has_one_class_per_role(tiny_checkpoint):
     assert config.prefill_shapes == ((1, 16), (1, 32), (2, 64))
     assert "all 3 programs in one bit class" in runner.ledger.verdict["generating"]
     assert not runner.read(runner.slots.active_B).any()
+
+
+@pytest.mark.parametrize("numerics", ["invariant", "fast"])
+@pytest.mark.parametrize("odd", [{}, {"odd_decode": True}, {"odd_tokens": 64}])
+def test_decoded_pages_are_cached_only_where_both_roles_agree(
+    tiny_checkpoint, odd, numerics
+):
+    runner = _runner(tiny_checkpoint, numerics, **odd)
+    warm_up(runner, None)
+    classes = {e.name: e.bit_class for e in runner.ledger.entries.values()}
+    is_one = classes["decode[8]"] == classes["prefill[1x16]"]
+    assert is_one is ("odd_decode" not in odd)
+    wanted = numerics == "fast" or is_one
+    assert runner.ledger.caches_output is wanted
+    again = _runner(tiny_checkpoint, numerics, **odd)
+    warm_up(again, classes)
+    assert again.ledger.caches_output is wanted
 
 
 def test_a_bucket_that_rounds_differently_is_found_and_kept_out(tiny_checkpoint):

@@ -1,0 +1,231 @@
+"""The bit-class probe: runs the same tokens through every program at start.
+
+Programs that give the same logit bits form a bit class. The probe is evidence, not a
+proof; `scripts/verify_exactness.py` is the longer one.
+"""
+
+import dataclasses
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from headrace.engine.model_runner import VARIANTS, ModelRunner, program_name
+from headrace.engine.slots import SlotState, empty_slots
+
+# Marks a program whose own bits depend on the row or on its neighbours.
+UNSTEADY = "*"
+_DECODE_STEPS = 2
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def probe(runner: ModelRunner) -> dict[str, str]:
+    """Returns a letter per program; equal letters mean equal bits.
+
+    Filling and generating share their letters, sampling has its own.
+    """
+    case, config = _ProbeCase.make(runner), runner.config
+    prints: dict[str, set[str]] = {}
+    fills = {shape: case.fill(shape) for shape in config.prefill_shapes or ()}
+    for shape, found in fills.items():
+        prints[program_name(("prefill", shape))] = found
+    # Decoding continues what the shapes that will be kept have filled.
+    case.fill(best_shapes({s: _letter_of(found) for s, found in fills.items()})[0])
+    for bucket in config.decode_batch_sizes or ():
+        prints[program_name(("decode", bucket))] = case.generate(bucket)
+    prints |= _probe_sampling(case)
+    letters: dict[tuple[str, str], str] = {}
+    classes = {}
+    for name, found in prints.items():
+        does_sample = runner.ledger.entries[name].role == "sampling"
+        kind = "sample" if does_sample else "forward"
+        taken = sum(1 for known, _ in letters if known == kind)
+        key = (kind, _letter_of(found))
+        letter = letters.setdefault(key, _LETTERS[taken % 26])
+        classes[name] = letter if len(found) == 1 else letter + UNSTEADY
+    runner.slots = empty_slots(runner.layout)
+    return classes
+
+
+def best_shapes(classes: dict[tuple[int, int], str]) -> tuple[tuple[int, int], ...]:
+    """The prefill shapes of one class: the most; among equals the longest chunk."""
+    groups: dict[str, list[tuple[int, int]]] = {}
+    for shape, letter in classes.items():
+        groups.setdefault(letter, []).append(shape)
+    steady = {a: group for a, group in groups.items() if not a.endswith(UNSTEADY)}
+    best = max(
+        (steady or groups).values(), key=lambda group: (len(group), group[-1][1])
+    )
+    return tuple(best)
+
+
+def _letter_of(found: set[str]) -> str:
+    """A name for what a program gave; UNSTEADY where it was not always the same."""
+    return "|".join(sorted(found)) + UNSTEADY * (len(found) > 1)
+
+
+def _probe_sampling(case: "_ProbeCase") -> dict[str, set[str]]:
+    """A greedy program serves greedy rows only, so only those are compared."""
+    buckets = case.runner.config.decode_batch_sizes or ()
+    prints = {}
+    for variant in VARIANTS:
+        for bucket in buckets:
+            key = ("sample", variant, bucket)
+            prints[program_name(key)] = case.draw(key)
+    full = prints[program_name(("sample", "full", buckets[-1]))]
+    for bucket in buckets:
+        name = program_name(("sample", "greedy", bucket))
+        if all(f.split(",")[0] in prints[name] for f in full):
+            prints[name] = full
+    return prints
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProbeCase:
+    """One request, its pages, and company to run it with."""
+
+    runner: ModelRunner
+    tokens: np.ndarray  # [n + _DECODE_STEPS]
+    prompt_len: int
+    table_M: np.ndarray
+    prompt_logits: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def make(cls, runner: ModelRunner) -> "_ProbeCase":
+        config, layout = runner.config, runner.layout
+        assert config.num_pages and config.prefill_shapes and config.max_context_len
+        longest = max(tokens for _, tokens in config.prefill_shapes)
+        room = min((config.num_pages - 1) * config.page_size, config.max_context_len)
+        prompt_len = max(1, min(longest + longest // 2 + 3, room - _DECODE_STEPS - 1))
+        rng = np.random.default_rng(20240229)
+        tokens = rng.integers(
+            0, runner.model_config.vocab_size, prompt_len + _DECODE_STEPS
+        )
+        table_M = np.zeros(layout.pages_per_request, np.int32)
+        used = -(-(prompt_len + _DECODE_STEPS) // config.page_size)
+        table_M[:used] = 1 + np.arange(used)
+        return cls(runner, tokens.astype(np.int32), prompt_len, table_M)
+
+    def fill(self, shape: tuple[int, int]) -> set[str]:
+        """Prefills in chunks of this shape, as the last row and then as the first.
+
+        The other rows hold shorter prompts whose pages are all the dummy page. Once
+        the first chunk is one page long, since a prefix found in the cache makes the
+        others start at any page.
+        """
+        R, T = shape
+        prints = set()
+        for row, first in {(R - 1, T), (0, T), (0, min(T, self._page_size))}:
+            start, length = 0, first
+            while start < self.prompt_len:
+                length = min(length, self.prompt_len - start)
+                self._fill_one(shape, row, start, length)
+                start, length = start + length, T
+            rows = [self.runner.read(self.runner.logits_BQV[0, 0])]
+            self.prompt_logits[:] = rows
+            # What decoding computes too, to compare the roles.
+            for step in range(_DECODE_STEPS):
+                self._fill_one(shape, row, self.prompt_len + step, 1)
+                rows.append(self.runner.read(self.runner.logits_BQV[0, 0]))
+            prints.add(self._fingerprint(rows))
+        return prints
+
+    def _fill_one(
+        self, shape: tuple[int, int], row: int, start: int, length: int
+    ) -> None:
+        packed = self._chunk(shape, row, start, length)
+        self.runner.forward(("prefill", shape), jnp.asarray(packed))
+
+    @property
+    def _page_size(self) -> int:
+        return self.runner.config.page_size
+
+    def _chunk(
+        self, shape: tuple[int, int], row: int, start: int, length: int
+    ) -> np.ndarray:
+        layout = self.runner.layout
+        packed = layout.unchanged(does_decode=False)
+        rows, tokens = layout.rows(packed), layout.tokens(packed, *shape)
+        for other in range(shape[0]):
+            rows[other, :4] = (0, 0, max(1, length // 2), 0)
+        rows[row, :4] = (0, start, length, start + length >= self.prompt_len)
+        layout.page_table(rows)[row] = self.table_M
+        tokens[row, :length] = self.tokens[start : start + length]
+        return packed
+
+    def generate(self, bucket: int) -> set[str]:
+        """Decodes after the prefill: alone in slot 0, in company in the last slot.
+
+        The prints begin with the prompt's logits, like those of filling.
+        """
+        prints = set()
+        for slot, company in ((0, False), (bucket - 1, True)):
+            rows = list(self.prompt_logits)
+            for step in range(_DECODE_STEPS):
+                self.runner.slots = self._slots(bucket, slot, company, step)
+                self.runner.forward(("decode", bucket), self._decode_flag())
+                rows.append(self.runner.read(self.runner.logits_BQV[slot, 0]))
+            prints.add(self._fingerprint(rows))
+        return prints
+
+    def draw(self, key: tuple) -> set[str]:
+        """Samples fixed logits: as a greedy row, and with noise and every filter."""
+        B, _, V = self.runner.logits_BQV.shape
+        rng = np.random.default_rng(7)
+        row_QV = rng.standard_normal((1, V), dtype=np.float32) * 3
+        self.runner.logits_BQV = jnp.tile(jnp.array(row_QV), (B, 1, 1))
+        filters = [(0.0, 0, 1.0)]
+        if key[1] != "greedy":
+            filters += [(0.8, 0, 1.0), (0.8, 40, 0.9)]
+        return {
+            ",".join(str(self._draw_one(key, slot, one)) for one in filters)
+            for slot in (0, key[2] - 1)
+        }
+
+    def _draw_one(
+        self, key: tuple, slot: int, filters: tuple[float, int, float]
+    ) -> int:
+        runner, B = self.runner, self.runner.layout.num_slots
+        runner.slots = dataclasses.replace(
+            self._slots(key[2], slot, True, 0),
+            temperature_B=jnp.full(B, filters[0], jnp.float32),
+            top_k_B=jnp.full(B, filters[1], jnp.int32),
+            top_p_B=jnp.full(B, filters[2], jnp.float32),
+            seed_B2=jnp.full((B, 2), 11, jnp.uint32),
+            position_B=jnp.full(B, 5, jnp.int32),
+        )
+        output = runner.read(runner.sample(key, self._decode_flag()))
+        return int(output.token_B[slot])
+
+    def _slots(self, bucket: int, slot: int, company: bool, step: int) -> SlotState:
+        layout = self.runner.layout
+        B, M = layout.num_slots, layout.pages_per_request
+        index = np.arange(B)
+        mine = index == slot
+        active = (index < bucket) & (mine | company)
+        position = np.where(
+            mine, self.prompt_len + step, (index * 37) % self.prompt_len
+        )
+        token = np.where(mine, self.tokens[self.prompt_len + step], index)
+        table = np.where(mine[:, None], self.table_M, np.zeros(M, np.int32))
+        return dataclasses.replace(
+            self.runner.slots,
+            last_token_B=jnp.array(
+                token % self.runner.model_config.vocab_size, jnp.int32
+            ),
+            position_B=jnp.array(position, jnp.int32),
+            active_B=jnp.array(active),
+            remaining_B=jnp.full(B, 1000, jnp.int32),
+            page_table_BM=jnp.array(table, jnp.int32),
+        )
+
+    def _decode_flag(self) -> jax.Array:
+        return jnp.asarray(self.runner.layout.unchanged(does_decode=True))
+
+    @staticmethod
+    def _fingerprint(rows: list[np.ndarray]) -> str:
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(row.tobytes())
+        return digest.hexdigest()
