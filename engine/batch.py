@@ -32,6 +32,8 @@ class StepPlan:
     Attributes:
       copies, saves, loads: page moves that go before the programs, in this order.
       packed: [W] int32, see PackedLayout.
+      extras: requests whose row of counts and biases is written before the sample
+        call, and which row.
       decode_bucket: rows of the decode call, None where nothing decodes.
       prefill_shape: (rows, tokens) of the prefill call, None where there is none.
       sample_bucket: rows of the sample call, which always runs.
@@ -42,6 +44,7 @@ class StepPlan:
     saves: tuple[PageMove, ...] = ()
     loads: tuple[PageMove, ...] = ()
     packed: np.ndarray
+    extras: tuple[tuple[Request, int], ...] = ()
     decode_bucket: int | None
     prefill_shape: tuple[int, int] | None
     sample_bucket: int
@@ -88,6 +91,7 @@ def plan_step(
         saves=schedule.saves,
         loads=schedule.loads,
         packed=packed,
+        extras=schedule.extras,
         decode_bucket=(
             pick_decode_bucket(sizes, schedule.num_rows) if schedule.decode else None
         ),
@@ -100,7 +104,7 @@ def plan_step(
 def _variant(schedule: Schedule) -> SampleVariant:
     rows = [*schedule.decode, *(c.request for c in schedule.prefill if c.is_last)]
     rows += [fork.request for fork in schedule.forks]
-    if any(request.params.logprobs is not None for request in rows):
+    if any(request.params.needs_full for request in rows):
         return "full"
     if any(request.params.temperature > 0 for request in rows):
         return "sampled"
@@ -185,6 +189,12 @@ def _request_values(request: Request) -> dict[str, int]:
         "temperature": _float_bits(params.temperature),
         "top_k": max(params.top_k, 0),
         "top_p": _float_bits(params.top_p),
+        "min_p": _float_bits(params.min_p),
+        "has_extras": int(params.has_extras),
+        "min_position": request.prompt_len + params.min_tokens,
+        "presence": _float_bits(params.presence_penalty),
+        "frequency": _float_bits(params.frequency_penalty),
+        "repetition": _float_bits(params.repetition_penalty),
     }
 
 

@@ -6,11 +6,8 @@ error, never a compile. All device reads go through `read`.
 
 import collections
 import concurrent.futures
-import functools
 import logging
 import time
-import typing
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,20 +15,22 @@ import jax.numpy as jnp
 
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine import steps
-from headrace.engine.batch import SampleVariant, StepPlan
+from headrace.engine.batch import StepPlan
 from headrace.engine.ledger import Ledger, LedgerEntry
-from headrace.engine.packed_layout import PackedLayout, num_packed_rows
-from headrace.engine.page_moves import (
-    PAGES_PER_MOVE,
-    HostPages,
-    copy_pages,
-    load_pages,
-    move_example,
-    padded_ids,
-    pieces,
-    save_pages,
-)
+from headrace.engine.page_moves import PAGES_PER_MOVE, HostPages, padded_ids, pieces
+from headrace.engine.processors import empty_extras, extras_of
 from headrace.engine.program_store import ProgramStore, compile_fresh
+from headrace.engine.programs import (
+    ROLES,
+    Operands,
+    Program,
+    ProgramKey,
+    describe,
+    layout_of,
+    program_keys,
+    program_name,
+)
+from headrace.engine.request import Request
 from headrace.engine.schedule import PageCopy, PageMove, StepResult
 from headrace.engine.slots import empty_slots
 from headrace.layers import kv_cache as kv
@@ -39,42 +38,6 @@ from headrace.layers.inputs import Params
 from headrace.layers.models import build_model
 
 logger = logging.getLogger(__name__)
-
-VARIANTS: tuple[SampleVariant, ...] = typing.get_args(SampleVariant)
-
-# ("decode", b), ("prefill", (R, T)), ("sample", variant, b),
-# ("copy", J), ("save", J), ("load", J)
-ProgramKey = tuple
-_ROLES = {
-    "decode": "generating",
-    "prefill": "filling",
-    "sample": "sampling",
-    "copy": "moving",
-    "save": "moving",
-    "load": "moving",
-}
-
-
-def program_name(key: ProgramKey) -> str:
-    """The key as the ledger prints it."""
-    kind, *rest = key
-    if kind == "prefill":
-        return f"prefill[{rest[0][0]}x{rest[0][1]}]"
-    return f"{kind}[{', '.join(str(part) for part in rest)}]"
-
-
-def layout_of(config: EngineConfig) -> PackedLayout:
-    """The packed layout that a resolved config asks for."""
-    shapes = config.prefill_shapes
-    assert config.num_slots and config.max_context_len and shapes
-    return PackedLayout(
-        num_slots=config.num_slots,
-        page_size=config.page_size,
-        max_rows=num_packed_rows(config),
-        max_stop_ids=config.max_stop_ids,
-        pages_per_request=-(-config.max_context_len // config.page_size),
-        max_tokens=max(rows * tokens for rows, tokens in shapes),
-    )
 
 
 class ModelRunner:
@@ -115,24 +78,27 @@ class ModelRunner:
         rows = self.layout.num_slots
         self.logits_BQV = jnp.zeros((rows, 1, model_config.vocab_size), jnp.float32)
         self.slots = empty_slots(self.layout)
+        self.extras = empty_extras(rows, model_config.vocab_size)
         page = kv.page_bytes(self.kv_cache)
         self.host_pages = HostPages(self.kv_cache, (config.host_kv_bytes or 0) // page)
 
     def program_keys(self) -> list[ProgramKey]:
         """Every program of this engine, in the order of the ledger."""
-        buckets = self.config.decode_batch_sizes or ()
-        shapes = self.config.prefill_shapes or ()
-        return [
-            *(("decode", bucket) for bucket in buckets),
-            *(("prefill", shape) for shape in shapes),
-            *(("sample", variant, b) for variant in VARIANTS for b in buckets),
-            ("copy", PAGES_PER_MOVE),
-            *((kind, PAGES_PER_MOVE) for kind in ("save", "load") if self._can_move),
-        ]
+        can_move = self.host_pages.num_pages > 0
+        return program_keys(self.config, can_move=can_move)
 
-    @property
-    def _can_move(self) -> bool:
-        return self.host_pages.num_pages > 0
+    def describe(self, key: ProgramKey) -> Program:
+        """A program's function and arguments."""
+        operands = Operands(
+            self.params, self.kv_cache, self.logits_BQV, self.slots, self.extras
+        )
+        return describe(
+            key,
+            operands,
+            model=self._model,
+            layout=self.layout,
+            num_top=self.config.max_logprobs,
+        )
 
     def compile_all(self) -> None:
         """Loads every program from the store, or compiles it, in threads."""
@@ -152,7 +118,7 @@ class ModelRunner:
 
     def _build(self, key: ProgramKey, stored: dict[str, Any]) -> LedgerEntry:
         start, name = time.perf_counter(), program_name(key)
-        function, args, donated, out = self._describe(key)
+        function, args, donated, out = self.describe(key)
         in_tree = jax.tree.structure((args, {}))
         memory = stored.get("memory", {}).get(name)
         program = None
@@ -171,43 +137,12 @@ class ModelRunner:
         assert memory is not None
         return LedgerEntry(
             name=name,
-            role=_ROLES[key[0]],
+            role=ROLES[key[0]],
             source=source,
             seconds=time.perf_counter() - start,
             temp_bytes=memory[0],
             alias_bytes=memory[1],
         )
-
-    def _describe(
-        self, key: ProgramKey
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...], Any]:
-        """A program's function, arguments, donated positions and result structure."""
-        packed = jax.ShapeDtypeStruct((self.layout.size,), jnp.int32)
-        if key[0] == "sample":
-            _, variant, bucket = key
-            function: Callable[..., Any] = functools.partial(
-                steps.sample,
-                layout=self.layout,
-                bucket=bucket,
-                variant=variant,
-                num_top=self.config.max_logprobs,
-            )
-            args: tuple[Any, ...] = (self.slots, self.logits_BQV, packed)
-            return function, args, (0,), jax.eval_shape(function, *args)
-        if key[0] in ("copy", "save", "load"):
-            ids, data = move_example(self.kv_cache)
-            if key[0] == "copy":
-                return copy_pages, (self.kv_cache, ids, ids), (0,), self.kv_cache
-            if key[0] == "save":
-                return save_pages, (self.kv_cache, ids), (), data
-            return load_pages, (self.kv_cache, ids, data), (0,), self.kv_cache
-        common = {"model": self._model, "layout": self.layout}
-        if key[0] == "decode":
-            function = functools.partial(steps.decode_forward, bucket=key[1], **common)
-        else:
-            function = functools.partial(steps.prefill_forward, shape=key[1], **common)
-        args = (self.params, self.kv_cache, self.logits_BQV, self.slots, packed)
-        return function, args, (1, 2), (self.kv_cache, self.logits_BQV)
 
     def program(self, key: ProgramKey) -> Any:
         """A compiled program.
@@ -230,7 +165,11 @@ class ModelRunner:
 
     def sample(self, key: ProgramKey, packed: jax.Array) -> steps.StepOutput:
         """Dispatches one sample call; the slot state moves on."""
-        self.slots, output = self.program(key)(self.slots, self.logits_BQV, packed)
+        extras = self.extras if key[1] == "full" else None
+        self.slots, output, extras = self.program(key)(
+            self.slots, self.logits_BQV, packed, extras
+        )
+        self.extras = extras or self.extras
         return output
 
     def dispatch(self, plan: StepPlan) -> None:
@@ -246,8 +185,16 @@ class ModelRunner:
             self.forward(("decode", plan.decode_bucket), packed)
         if plan.prefill_shape is not None:
             self.forward(("prefill", plan.prefill_shape), packed)
+        for request, row in plan.extras:
+            self._set_extras(request, row)
         key = ("sample", plan.variant, plan.sample_bucket)
         self._pending.append(self.sample(key, packed))
+
+    def _set_extras(self, request: Request, row: int) -> None:
+        count_V, bias_V = extras_of(request, self.model_config.vocab_size)
+        self.extras = self.program(("extras",))(
+            self.extras, jnp.int32(row), jnp.asarray(count_V), jnp.asarray(bias_V)
+        )
 
     def _copy(self, copies: tuple[PageCopy, ...]) -> None:
         program = self.program(("copy", PAGES_PER_MOVE))
@@ -291,6 +238,8 @@ class ModelRunner:
     def close(self) -> None:
         """Frees the device memory that this runner holds."""
         self._programs.clear()
-        for leaf in jax.tree.leaves((self.kv_cache, self.logits_BQV, self.slots)):
+        for leaf in jax.tree.leaves(
+            (self.kv_cache, self.logits_BQV, self.slots, self.extras)
+        ):
             leaf.delete()
         self.params = {}

@@ -11,7 +11,8 @@ words travel as their bits.
     [1 + 2B, 1 + 3B)       new page: the page that the slot's next token opens, or 0
     then per row           slot, start, length, is_last, resumes, position, last token,
                            remaining, source, seed (2 words), temperature, top_k,
-                           top_p, stop ids [S], page table [M]
+                           top_p, min_p, has extras, min position, presence,
+                           frequency, repetition, stop ids [S], page table [M]
     then                   prefill tokens, row-major
 """
 
@@ -27,6 +28,7 @@ _LEAST_ROWS = 16
 ROW_FIELDS = (
     "slot", "start", "length", "is_last", "resumes", "position", "last_token",
     "remaining", "source", "seed_low", "seed_high", "temperature", "top_k", "top_p",
+    "min_p", "has_extras", "min_position", "presence", "frequency", "repetition",
 )  # fmt: skip
 
 

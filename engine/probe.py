@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headrace.engine.model_runner import VARIANTS, ModelRunner, program_name
+from headrace.engine.model_runner import ModelRunner
+from headrace.engine.programs import VARIANTS, program_name
 from headrace.engine.slots import SlotState, empty_slots
 
 # Marks a program whose own bits depend on the row or on its neighbours.
@@ -175,16 +176,16 @@ class _ProbeCase:
         rng = np.random.default_rng(7)
         row_QV = rng.standard_normal((1, V), dtype=np.float32) * 3
         self.runner.logits_BQV = jnp.tile(jnp.array(row_QV), (B, 1, 1))
-        filters = [(0.0, 0, 1.0)]
+        filters = [(0.0, 0, 1.0, 0.0)]
         if key[1] != "greedy":
-            filters += [(0.8, 0, 1.0), (0.8, 40, 0.9)]
+            filters += [(0.8, 0, 1.0, 0.0), (0.8, 40, 0.9, 0.0), (0.8, 0, 1.0, 0.1)]
         return {
             ",".join(str(self._draw_one(key, slot, one)) for one in filters)
             for slot in (0, key[2] - 1)
         }
 
     def _draw_one(
-        self, key: tuple, slot: int, filters: tuple[float, int, float]
+        self, key: tuple, slot: int, filters: tuple[float, int, float, float]
     ) -> int:
         runner, B = self.runner, self.runner.layout.num_slots
         runner.slots = dataclasses.replace(
@@ -192,6 +193,7 @@ class _ProbeCase:
             temperature_B=jnp.full(B, filters[0], jnp.float32),
             top_k_B=jnp.full(B, filters[1], jnp.int32),
             top_p_B=jnp.full(B, filters[2], jnp.float32),
+            min_p_B=jnp.full(B, filters[3], jnp.float32),
             seed_B2=jnp.full((B, 2), 11, jnp.uint32),
             position_B=jnp.full(B, 5, jnp.int32),
         )

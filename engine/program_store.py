@@ -52,6 +52,8 @@ _CODE = (
     "engine/packed_layout.py",
     "engine/page_moves.py",
     "engine/probe.py",
+    "engine/processors.py",
+    "engine/programs.py",
     "engine/sampler.py",
     "engine/slots.py",
     "engine/steps.py",

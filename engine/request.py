@@ -166,6 +166,8 @@ def make_request(
     if not ids:
         raise ValueError("the prompt must have at least 1 token, got 0")
     max_tokens = _resolve_max_tokens(len(ids), params.max_tokens, engine_config)
+    stop_ids = _resolve_stop_ids(params, model_config, engine_config.max_stop_ids)
+    _check_vocabulary(params, stop_ids, model_config.vocab_size)
     limit = engine_config.max_logprobs
     if params.logprobs is not None and params.logprobs > limit:
         raise ValueError(
@@ -179,10 +181,27 @@ def make_request(
         params=params,
         max_tokens=max_tokens,
         seed=seed,
-        stop_ids=_resolve_stop_ids(params, model_config, engine_config.max_stop_ids),
+        stop_ids=stop_ids,
         prompt=prompt,
         arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
     )
+
+
+def _check_vocabulary(
+    params: SamplingParams, stop_ids: tuple[int, ...], vocab_size: int
+) -> None:
+    """Whether ids exist, and something can be sampled at every step."""
+    _checked_ids("logit_bias", params.logit_bias or (), vocab_size)
+    if params.allowed_token_ids is None:
+        return
+    allowed = set(
+        _checked_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+    )
+    if params.min_tokens and allowed <= set(stop_ids):
+        raise ValueError(
+            "allowed_token_ids must hold an id that does not end the request, for "
+            f"min_tokens {params.min_tokens}, got {sorted(allowed)}"
+        )
 
 
 def make_siblings(first: Request) -> list[Request]:

@@ -18,11 +18,14 @@ class RunningSet:
     """Slots and the requests that decode in them.
 
     Attributes:
+      extra_rows: per slot, its row of `Extras` on the device, which stays with the
+        request when it moves.
       left, room: [B] int64, meaningful for slots whose request decodes.
     """
 
     def __init__(self, num_slots: int, decode_batch_sizes: Sequence[int]) -> None:
         self.holders: list[Request | None] = [None] * num_slots
+        self.extra_rows = list(range(num_slots))
         self.left = np.zeros(num_slots, np.int64)
         self.room = np.zeros(num_slots, np.int64)
         self._decode_batch_sizes = tuple(decode_batch_sizes)
@@ -107,6 +110,7 @@ class RunningSet:
             request.slot = low
             self.holders[low], self.holders[high] = request, None
         sources = swaps_to_sources(swaps, len(self.holders))
+        self.extra_rows = [self.extra_rows[source] for source in sources]
         for array in (self.left, self.room, self._decodes):
             array[:] = array[list(sources)]
         self._is_stale = True

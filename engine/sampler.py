@@ -101,6 +101,17 @@ def keep_top_p(
     return (key_BV >= _bisect(holds, key_BV)) | (p_B1 >= 1)
 
 
+def keep_min_p(
+    z_BV: Float[Array, "B V"], min_p_B: Float[Array, " B"]
+) -> Bool[Array, "B V"]:
+    """Tokens at least `min_p` times as likely as the likeliest; 0 keeps all.
+
+    Source: Nguyen et al. 2024, section 3 (min-p).
+    """
+    top_B1 = z_BV.max(-1, keepdims=True)
+    return z_BV >= top_B1 + jnp.log(min_p_B)[:, None]
+
+
 def sample_greedy(z_BV: Float[Array, "B V"]) -> Int[Array, " B"]:
     """The likeliest token; the lowest id wins a tie.
 
@@ -125,8 +136,9 @@ def sample_tokens(
     temperature_B: Float[Array, " B"],
     top_k_B: Int[Array, " B"],
     top_p_B: Float[Array, " B"],
+    min_p_B: Float[Array, " B"],
 ) -> Int[Array, " B"]:
-    """Samples one token a row: temperature, then top-k, then top-p, then noise.
+    """Samples one token a row: temperature, min-p, top-k, top-p, then noise.
 
     Args:
       z_BV: float32 logits.
@@ -134,9 +146,11 @@ def sample_tokens(
       temperature_B: 0 is greedy, with the same bits as `sample_greedy`.
       top_k_B: 0 is off.
       top_p_B: 1 is off; applied to what top-k left.
+      min_p_B: 0 is off.
     """
     greedy_B1 = (temperature_B == 0)[:, None]
     scaled_BV = z_BV / jnp.where(greedy_B1, 1, temperature_B[:, None])
+    scaled_BV = jnp.where(keep_min_p(scaled_BV, min_p_B), scaled_BV, -jnp.inf)
     # A search that no row asks for is skipped; for the others it changes nothing.
     scaled_BV = jax.lax.cond(
         jnp.any(top_k_B > 0),

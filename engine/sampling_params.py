@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 # Below this a temperature would overflow the logits; 0 says greedy.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
@@ -17,9 +17,14 @@ class SamplingParams:
 
     Attributes:
       n: completions of the prompt, each with a seed of its own.
+      presence_penalty, frequency_penalty: in [-2, 2], taken off the logits of tokens
+        that the output has, once and per occurrence; 0 is off.
+      repetition_penalty: in [0.01, 100], divides (or multiplies, below 0) the logits
+        of tokens that prompt or output have; 1 is off.
       temperature: 0 is greedy, else in [0.01, 100].
       top_p: mass of the nucleus in (0, 1]; 1 is off.
       top_k: likeliest tokens kept; 0 or -1 is off.
+      min_p: least probability kept, as a part of the likeliest's, in [0, 1]; 0 is off.
       seed: any integer of 64 bits; None draws one, which the output reports.
       max_tokens: most tokens to generate; None takes what the context leaves.
       ignore_eos: do not stop at the model's end tokens.
@@ -29,6 +34,8 @@ class SamplingParams:
       min_tokens: tokens before which neither a stop string nor a stop id ends it.
       logprobs: log-probabilities of this many likeliest tokens per step, besides the
         sampled one, of the raw logits (before temperature and filters).
+      logit_bias: token id to a number in [-100, 100] added to its logit.
+      allowed_token_ids: only these can be sampled; None allows all.
       detokenize: produce text.
       skip_special_tokens: leave special tokens out of the text.
 
@@ -37,9 +44,13 @@ class SamplingParams:
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -48,12 +59,24 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
             self._store(name, _number(name, getattr(self, name)))
+        for name, least, most in (
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+            ("repetition_penalty", 0.01, 100.0),
+            ("min_p", 0.0, 1.0),
+        ):
+            number = _number(name, getattr(self, name))
+            if not least <= number <= most:
+                raise ValueError(f"{name} must be in [{least}, {most}], got {number}")
+            self._store(name, number)
         t, low, high = self.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE
         if t != 0 and not low <= t <= high:
             raise ValueError(f"temperature must be 0 or in [{low}, {high}], got {t}")
@@ -73,11 +96,16 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 self._store(name, _whole(name, value, least, most))
-        ids = self.stop_token_ids
-        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-            raise ValueError(f"stop_token_ids must be a list of ids, got {ids!r}")
-        checked = tuple(_whole("stop_token_ids", item, 0, MAX_INT32) for item in ids)
-        self._store("stop_token_ids", checked)
+        self._store("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise ValueError(
+                    "allowed_token_ids must hold at least one id, got none"
+                )
+            self._store("allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            self._store("logit_bias", _biases(self.logit_bias))
         self._store("stop", _strings("stop", self.stop))
         self._store("min_tokens", _whole("min_tokens", self.min_tokens, 0, MAX_INT32))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -95,8 +123,45 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise ValueError("stop needs detokenize True: it looks at the text")
 
+    @property
+    def has_extras(self) -> bool:
+        """Whether the logits are processed before temperature and filters."""
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        return bool(
+            any(penalties)
+            or self.repetition_penalty != 1
+            or self.min_tokens
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+        )
+
+    @property
+    def needs_full(self) -> bool:
+        """Whether only the full sample variant can serve it."""
+        return self.logprobs is not None or self.has_extras
+
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    """A list of token ids as a tuple of plain ints; the vocabulary is checked later."""
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise ValueError(f"{name} must be a list of ids, got {value!r}")
+    return tuple(_whole(name, item, 0, MAX_INT32) for item in value)
+
+
+def _biases(value: object) -> dict[int, float]:
+    """A mapping of token ids to numbers, as plain ones."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias must map ids to numbers, got {value!r}")
+    checked = {}
+    for token_id, bias in value.items():
+        number = _number("logit_bias", bias)
+        if not -100 <= number <= 100:
+            raise ValueError(f"logit_bias must be in [-100, 100], got {number}")
+        checked[_whole("logit_bias", token_id, 0, MAX_INT32)] = number
+    return checked
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:

@@ -80,6 +80,18 @@ class Resumption:
     last_token: int
     remaining: int
 
+    @classmethod
+    def of(cls, request: Request) -> "Resumption":
+        """The row of a request that holds its slot and pages again."""
+        assert request.slot is not None
+        return cls(
+            request=request,
+            slot=request.slot,
+            position=request.num_computed,
+            last_token=request.output_token_ids[-1],
+            remaining=request.max_tokens - request.num_dispatched,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
@@ -99,6 +111,8 @@ class Schedule:
       resumed: rows that come back after a preemption; they decode in this step.
       prefill: rows of at most one prefill call; one bucket holds them all.
       forks: rows that sample from the logits of a last chunk of this step.
+      extras: (request, row) of those that sample first here, or again after a
+        preemption, and have counts or biases.
       decode: requests that decode one token: all that have tokens left, or none.
       decode_slots: their slots, ascending (requests may have moved at `update`).
       num_rows: 1 + the highest taken slot: what a decode call has to cover. In the
@@ -114,6 +128,7 @@ class Schedule:
     resumed: tuple[Resumption, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
     forks: tuple[Fork, ...] = ()
+    extras: tuple[tuple[Request, int], ...] = ()
     decode: tuple[Request, ...] = ()
     decode_slots: np.ndarray = dataclasses.field(
         default_factory=lambda: np.zeros(0, np.int64)

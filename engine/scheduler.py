@@ -178,6 +178,16 @@ class Scheduler:
         decode, slots = self._running.decode_rows() if does_decode else ((), _NO_SLOTS)
         grown = [(_slot_of(r), page) for r, page in changes.grown if not r.is_finished]
         prefill, forks = self._advance_prefill(chunks)
+        first = [
+            *(c.request for c in prefill if c.is_last),
+            *(f.request for f in forks),
+        ]
+        rows = self._running.extra_rows
+        extras = [
+            (request, rows[_slot_of(request)])
+            for request in (*changes.resumed, *first)
+            if request.params.has_extras
+        ]
         return Schedule(
             slot_sources=sources,
             released=tuple(released),
@@ -185,9 +195,10 @@ class Scheduler:
             copies=tuple(changes.copies),
             saves=tuple(changes.saves),
             loads=tuple(changes.loads),
-            resumed=tuple([_resumption(request) for request in changes.resumed]),
+            resumed=tuple([Resumption.of(request) for request in changes.resumed]),
             prefill=prefill,
             forks=forks,
+            extras=tuple(extras),
             decode=decode,
             decode_slots=slots,
             num_rows=self._running.num_rows,
@@ -282,13 +293,3 @@ _NO_SLOTS = np.zeros(0, np.int64)
 def _slot_of(request: Request) -> int:
     assert request.slot is not None
     return request.slot
-
-
-def _resumption(request: Request) -> Resumption:
-    return Resumption(
-        request=request,
-        slot=_slot_of(request),
-        position=request.num_computed,
-        last_token=request.output_token_ids[-1],
-        remaining=request.max_tokens - request.num_dispatched,
-    )

@@ -29,6 +29,11 @@ class SlotState:
       seed_B2: low and high word of the request's seed.
       temperature_B, top_k_B, top_p_B: sampling parameters; temperature 0 is greedy,
         top_k 0 and top_p 1 are off.
+      min_p_B: likewise, 0 is off.
+      has_extras_B: the row's logits are processed, with what follows.
+      min_position_B: first position that may hold a stop id.
+      presence_B, frequency_B, repetition_B: penalties; 0, 0 and 1 are off.
+      extra_row_B: the slot's row of `Extras`; moves with the slot.
       page_table_BM: page ids in order of position, 0 where unused.
     """
 
@@ -41,6 +46,13 @@ class SlotState:
     temperature_B: Float[Array, " B"]
     top_k_B: Int[Array, " B"]
     top_p_B: Float[Array, " B"]
+    min_p_B: Float[Array, " B"]
+    has_extras_B: Bool[Array, " B"]
+    min_position_B: Int[Array, " B"]
+    presence_B: Float[Array, " B"]
+    frequency_B: Float[Array, " B"]
+    repetition_B: Float[Array, " B"]
+    extra_row_B: Int[Array, " B"]
     page_table_BM: Int[Array, "B M"]
 
 
@@ -57,6 +69,13 @@ def empty_slots(layout: PackedLayout) -> SlotState:
         temperature_B=jnp.zeros(B, jnp.float32),
         top_k_B=jnp.zeros(B, jnp.int32),
         top_p_B=jnp.ones(B, jnp.float32),
+        min_p_B=jnp.zeros(B, jnp.float32),
+        has_extras_B=jnp.zeros(B, bool),
+        min_position_B=jnp.zeros(B, jnp.int32),
+        presence_B=jnp.zeros(B, jnp.float32),
+        frequency_B=jnp.zeros(B, jnp.float32),
+        repetition_B=jnp.ones(B, jnp.float32),
+        extra_row_B=jnp.arange(B, dtype=jnp.int32),
         page_table_BM=jnp.zeros((B, M), jnp.int32),
     )
 
@@ -111,6 +130,13 @@ def apply_packed(
         temperature_B=put(slots.temperature_B, bits("temperature", jnp.float32)),
         top_k_B=put(slots.top_k_B, field("top_k")),
         top_p_B=put(slots.top_p_B, bits("top_p", jnp.float32)),
+        min_p_B=put(slots.min_p_B, bits("min_p", jnp.float32)),
+        has_extras_B=put(slots.has_extras_B, field("has_extras")),
+        min_position_B=put(slots.min_position_B, field("min_position")),
+        presence_B=put(slots.presence_B, bits("presence", jnp.float32)),
+        frequency_B=put(slots.frequency_B, bits("frequency", jnp.float32)),
+        repetition_B=put(slots.repetition_B, bits("repetition", jnp.float32)),
+        extra_row_B=slots.extra_row_B,
         page_table_BM=put(table_BM, layout.page_table(rows)),
     )
     fresh_R = jnp.where(is_fresh_R, field("slot"), B)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from headrace.engine import sampler
 from headrace.engine.batch import SampleVariant
 from headrace.engine.packed_layout import PackedLayout
+from headrace.engine.processors import Extras, count_tokens, process
 from headrace.engine.schedule import FINISH_LENGTH, FINISH_RUNNING, FINISH_STOP
 from headrace.engine.slots import SlotState, apply_packed
 from headrace.layers.inputs import KVCache, ModelInputs, Params
@@ -124,29 +125,38 @@ def sample(
     slots: SlotState,
     logits_BQV: Float[Array, "B Q V"],
     packed: Int[Array, " W"],
+    extras: Extras | None = None,
     *,
     layout: PackedLayout,
     bucket: int,
     variant: SampleVariant,
     num_top: int,
-) -> tuple[SlotState, StepOutput]:
+) -> tuple[SlotState, StepOutput, Extras | None]:
     """Samples for every slot below `bucket` that has new logits, and advances it.
 
     Args:
       slots: donated; state before this step's changes.
       logits_BQV: written by this step's `forward` calls.
       packed: this step's changes.
+      extras: donated, for "full" alone.
       layout: where the fields of `packed` lie.
       bucket: rows of this program.
       variant: "greedy", "sampled" (adds noise and filters), or "full" (adds
-        log-probabilities). A row gives the same token in each that can serve it.
+        penalties, biases and log-probabilities). A row gives the same token in each
+        that can serve it.
       num_top: log-probabilities per token that "full" returns.
     """
     slots, fresh_B = apply_packed(slots, packed, layout)
     rows = jax.tree.map(lambda leaf: leaf[:bucket], slots)
     # Active rows that do not decode in this step have no new logits.
     live_B = rows.active_B & (fresh_B[:bucket] | (layout.does_decode(packed) == 1))
-    z_BV = logits_BQV[:bucket, 0]
+    z_BV = raw_BV = logits_BQV[:bucket, 0]
+    if variant == "full":
+        assert extras is not None
+        # Most steps have nothing to process; it changes no bit where it is skipped.
+        z_BV = jax.lax.cond(
+            jnp.any(rows.has_extras_B), process, lambda z, *_: z, raw_BV, rows, extras
+        )
     if variant == "greedy":
         token_B = sampler.sample_greedy(z_BV)
     else:
@@ -157,12 +167,15 @@ def sample(
             temperature_B=rows.temperature_B,
             top_k_B=rows.top_k_B,
             top_p_B=rows.top_p_B,
+            min_p_B=rows.min_p_B,
         )
     slots, finish_B = _advance(slots, rows, token_B, live_B)
     output = StepOutput(token_B=token_B, finish_B=finish_B)
     if variant == "full":
+        assert extras is not None
+        extras = count_tokens(extras, rows, token_B, live_B)
         logprob_B, rank_B, ids_BJ, top_BJ = sampler.token_logprobs(
-            z_BV, token_B, num_top
+            raw_BV, token_B, num_top
         )
         output = dataclasses.replace(
             output,
@@ -171,7 +184,7 @@ def sample(
             top_ids_BJ=ids_BJ,
             top_logprobs_BJ=top_BJ,
         )
-    return slots, output
+    return slots, output, extras
 
 
 def _advance(

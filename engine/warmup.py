@@ -10,8 +10,9 @@ import logging
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine.ledger import Ledger
-from headrace.engine.model_runner import VARIANTS, ModelRunner, program_name
+from headrace.engine.model_runner import ModelRunner
 from headrace.engine.probe import UNSTEADY, best_shapes, probe
+from headrace.engine.programs import VARIANTS, program_name
 
 logger = logging.getLogger(__name__)
 

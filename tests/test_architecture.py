@@ -21,14 +21,14 @@ MAY_IMPORT["pallas_kernels"] = {"pallas_kernels"}
 # Every other file of engine/ is host side and runs without jax.
 DEVICE_SIDE = {
     "async_llm", "device_facts", "llm", "loop", "model_runner", "page_moves",
-    "probe", "program_store", "sampler", "slots", "steps", "warmup",
+    "probe", "processors", "program_store", "programs", "sampler", "slots",
+    "steps", "warmup",
 }  # fmt: skip
 
 # Packages that import jax, and jax itself.
 NEEDS_JAX = {"jax", "jaxlib", "flax", "orbax", "chex", "optax"}
 
 MAX_LINES, MAX_KERNEL_LINES, MAX_POSITIONAL = 300, 400, 6
-
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

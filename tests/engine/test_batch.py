@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from headrace.engine.batch import plan_step
-from headrace.engine.model_runner import layout_of
+from headrace.engine.programs import layout_of
 from headrace.engine.request import make_request
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.schedule import PrefillChunk, Schedule
@@ -51,7 +51,8 @@ def _apply(config, schedule, slots=None):
 def test_every_parameter_of_a_request_reaches_its_slot(tiny_config, make):
     request = make(
         5, [9, 4, 7], temperature=0.75, top_k=13, top_p=0.625, max_tokens=6,
-        seed=0xFEDCBA9876543210, stop_token_ids=[77, 88],
+        seed=0xFEDCBA9876543210, stop_token_ids=[77, 88], min_p=0.25, min_tokens=2,
+        presence_penalty=0.5, frequency_penalty=-1.5, repetition_penalty=1.25,
     )  # fmt: skip
     schedule = Schedule(prefill=(_chunk(request),), num_rows=6)
     plan, slots, fresh = _apply(tiny_config[1], schedule)
@@ -60,6 +61,9 @@ def test_every_parameter_of_a_request_reaches_its_slot(tiny_config, make):
     assert int(slots.position_B[5]) == 39 and int(slots.remaining_B[5]) == 6
     assert float(slots.temperature_B[5]) == 0.75
     assert int(slots.top_k_B[5]) == 13 and float(slots.top_p_B[5]) == 0.625
+    assert float(slots.min_p_B[5]) == 0.25 and bool(slots.has_extras_B[5])
+    assert float(slots.presence_B[5]) == 0.5 and float(slots.frequency_B[5]) == -1.5
+    assert float(slots.repetition_B[5]) == 1.25 and int(slots.min_position_B[5]) == 42
     assert [int(w) for w in slots.seed_B2[5]] == [0x76543210, 0xFEDCBA98]
     assert [i for i in slots.stop_ids_BS[5].tolist() if i >= 0] == [0, 77, 88]
     assert slots.page_table_BM[5].tolist()[:4] == [9, 4, 7, 0]
@@ -95,6 +99,7 @@ def test_a_released_slot_stops_and_a_moved_one_keeps_its_state(tiny_config, make
     schedule = Schedule(slot_sources=tuple(sources), released=(9,), num_rows=2)
     _, after, fresh = _apply(tiny_config[1], schedule, slots)
     assert np.flatnonzero(after.active_B).tolist() == [0, 1] and not np.any(fresh)
+    assert after.extra_row_B.tolist() == sources
     assert after.page_table_BM[1].tolist() == slots.page_table_BM[9].tolist()
 
 
@@ -113,7 +118,11 @@ def test_a_released_slot_may_be_filled_in_the_same_step(tiny_config, make):
     [
         (dict(temperature=0.0), "greedy"),
         (dict(temperature=0.5), "sampled"),
+        (dict(temperature=0.5, min_p=0.1), "sampled"),
         (dict(temperature=0.0, logprobs=0), "full"),
+        (dict(temperature=0.0, min_tokens=1), "full"),
+        (dict(temperature=0.0, logit_bias={3: 1.0}), "full"),
+        (dict(temperature=0.5, presence_penalty=0.1), "full"),
     ],
 )
 def test_the_cheapest_variant_and_the_smallest_buckets_serve_a_step(

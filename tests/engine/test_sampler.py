@@ -11,7 +11,7 @@ from headrace.engine import sampler
 V = 64
 
 
-def _draw(z_BV, *, seed=1, position=3, temperature=1.0, top_k=0, top_p=1.0):
+def _draw(z_BV, *, seed=1, position=3, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     B = z_BV.shape[0]
     tokens = sampler.sample_tokens(
         jnp.array(z_BV),
@@ -20,6 +20,7 @@ def _draw(z_BV, *, seed=1, position=3, temperature=1.0, top_k=0, top_p=1.0):
         temperature_B=jnp.full(B, temperature, jnp.float32),
         top_k_B=jnp.full(B, top_k, jnp.int32),
         top_p_B=jnp.full(B, top_p, jnp.float32),
+        min_p_B=jnp.full(B, min_p, jnp.float32),
     )
     return np.asarray(tokens)
 
@@ -66,6 +67,17 @@ def test_top_p_keeps_the_smallest_set_with_that_mass(p, seed):
         assert row[keep].min() > row[~keep].max() if (~keep).any() else True
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.floats(0.0, 1.0), st.integers(0, 1000))
+def test_min_p_keeps_what_is_likely_enough(p, seed):
+    z, p = _logits(2, seed), np.float32(p)
+    z[0, :7] = -np.inf
+    kept = np.asarray(sampler.keep_min_p(jnp.array(z), jnp.array([p, p], jnp.float32)))
+    ratio = np.exp(z.astype(np.float64) - z.max(1, keepdims=True))
+    assert kept[ratio >= p * (1 + 1e-5)].all()
+    assert not kept[ratio < p * (1 - 1e-5)].any()
+
+
 def test_negative_and_zero_logits_are_ordered_by_the_threshold_search():
     z = np.array([[-3.0, 0.0, -0.0, 2.0, -1.0]], np.float32)
     kept = np.asarray(sampler.keep_top_k(jnp.array(z), jnp.array([4])))
@@ -82,6 +94,7 @@ def test_unused_filters_are_exact_no_ops_beside_rows_that_use_them():
         temperature_B=jnp.array([1.0, 0.0, 0.5, 2.0], jnp.float32),
         top_k_B=jnp.array([0, 0, 3, 0], jnp.int32),
         top_p_B=jnp.array([1.0, 1.0, 1.0, 0.3], jnp.float32),
+        min_p_B=jnp.array([0.0, 0.2, 0.0, 0.1], jnp.float32),
     )
     assert int(mixed[0]) == alone[0]
     assert int(mixed[1]) == z[1].argmax()
@@ -99,6 +112,7 @@ def test_samples_follow_the_softmax(temperature):
         temperature_B=jnp.full(count, temperature, jnp.float32),
         top_k_B=jnp.zeros(count, jnp.int32),
         top_p_B=jnp.ones(count, jnp.float32),
+        min_p_B=jnp.zeros(count, jnp.float32),
     )
     expected = np.exp(z / temperature) / np.exp(z / temperature).sum() * count
     seen = np.bincount(np.asarray(tokens), minlength=8)
