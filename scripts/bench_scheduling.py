@@ -118,6 +118,7 @@ def make(
         max_tokens=MAX_TOKENS,
         seed=0,
         uses_cache=uses_cache,
+        name_seed=_SEED,
         page_names=names,
     )
 
@@ -132,6 +133,7 @@ def run(
     outputs: dict[str, int],
     *,
     on_end: Callable[[Request], Request | None] = lambda request: None,
+    caches_output: bool = False,
 ) -> Counts:
     """Drives the scheduler to the end, one step ahead of the results.
 
@@ -140,11 +142,14 @@ def run(
       requests: all at once, in this order.
       outputs: length of each request's output, by id.
       on_end: gives a request that follows on the one that has ended, or None.
+      caches_output: filling and generating are one bit class, as on a CPU.
     """
     assert config.num_pages and config.num_slots
     manager = KVCacheManager(config.num_pages, config.page_size)
     host = 2 * config.num_pages
-    scheduler = Scheduler(config, manager, num_host_pages=host)
+    scheduler = Scheduler(
+        config, manager, num_host_pages=host, caches_output=caches_output
+    )
     model = FakeModel(config.num_slots, outputs)
     for request in requests:
         scheduler.add(request)
@@ -226,7 +231,7 @@ def chat_hits(slots: int, page_size: int) -> float:
     """Cache hits of chats of four turns, over those of an endless cache.
 
     A turn's prompt is the one before, its answer, and a new question; it comes when
-    the answer has ended. Pages that decoding filled are nobody's hits, here and there.
+    the answer has ended. Pages that decoding filled count, here and there.
     """
     rng = np.random.default_rng(7)
     asked, answers = draw_lengths("chat-short", CHATS * TURNS)
@@ -248,6 +253,9 @@ def chat_hits(slots: int, page_size: int) -> float:
     def following(request: Request) -> Request | None:
         index = int(request.request_id) + CHATS
         answer = tuple(request.output_token_ids)
+        # The last token of an answer is never computed.
+        known = request.prompt_token_ids + answer[:-1]
+        seen.update(name_pages(_SEED, known, page_size))
         if index >= CHATS * TURNS:
             return None
         return turn(index, request.prompt_token_ids + answer)
@@ -255,7 +263,7 @@ def chat_hits(slots: int, page_size: int) -> float:
     heads = rng.integers(0, 50_000, (SYSTEM_PROMPTS, SYSTEM_LEN)).tolist()
     first = [turn(i, tuple(heads[i % SYSTEM_PROMPTS])) for i in range(CHATS)]
     config = engine_config("fcfs", slots, page_size, 2_000_000 // page_size)
-    counts = run(config, first, outputs, on_end=following)
+    counts = run(config, first, outputs, on_end=following, caches_output=True)
     return counts.hit_tokens / oracle
 
 

@@ -47,6 +47,9 @@ flags.DEFINE_integer("max_tokens", 256, "Most tokens to generate.")
 flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
 flags.DEFINE_float("top_p", 1.0, "Mass of the nucleus; 1 is off.")
 flags.DEFINE_integer("top_k", 0, "Likeliest tokens kept; 0 is off.")
+flags.DEFINE_float("min_p", 0.0, "Least part of the likeliest's chance; 0 is off.")
+flags.DEFINE_float("repetition_penalty", 1.0, "Of tokens seen before; 1 is off.")
+flags.DEFINE_multi_string("stop", [], "Text that ends the output. May be repeated.")
 flags.DEFINE_integer("seed", None, "Makes sampling repeatable.")
 flags.DEFINE_integer("logprobs", None, "Print this many log-probabilities per token.")
 flags.DEFINE_bool("ignore_eos", False, "Go on after the model's end token.")
@@ -58,8 +61,11 @@ def sampling_params() -> SamplingParams:
     Raises:
       ValueError: a value out of its range.
     """
-    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs")
-    values = {name: FLAGS[name].value for name in (*names, "ignore_eos")}
+    names = (
+        "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+        "stop", "seed", "logprobs", "ignore_eos",
+    )  # fmt: skip
+    values = {name: FLAGS[name].value for name in names}
     return SamplingParams(**values)
 
 

@@ -8,7 +8,7 @@ run, and with the prefix cache warm, in an engine whose pool is too small for al
 them, so that some are preempted. Token ids and the bits of every log-probability are
 compared. Exits with 1 on a difference, and also when a condition never came about: no
 cache hit, no preemption, no second chunk, no second decode bucket, no neighbour with
-other sampling parameters.
+other sampling parameters, no completions that share a prefill.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from headrace.scripts import engine_flags
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_integer("num_requests", 24, "Requests of each run.", lower_bound=4)
+flags.DEFINE_integer("num_requests", 24, "Requests of each run.", lower_bound=8)
 flags.DEFINE_integer("trial_seed", 0, "Seed of prompts, parameters and orders.")
 flags.DEFINE_integer(
     "host_kv_bytes", 2**31, "Host memory for preempted requests.", lower_bound=0
@@ -46,6 +46,7 @@ class Conditions:
     prompts_of_several_chunks: int = 0
     decode_buckets: set[int] = dataclasses.field(default_factory=set)
     sample_variants_together: int = 0
+    forks: int = 0
 
     def missing(self, num_buckets: int) -> list[str]:
         """Conditions that never came about."""
@@ -56,6 +57,7 @@ class Conditions:
             # An engine with one decode bucket has no second.
             "a second decode bucket": len(self.decode_buckets) >= min(2, num_buckets),
             "a neighbour with other parameters": self.sample_variants_together > 0,
+            "a shared prefill": self.forks > 0,
         }
         return [name for name, is_met in met.items() if not is_met]
 
@@ -136,7 +138,12 @@ class Verifier:
 
     def _one_params(self, index: int) -> SamplingParams:
         rng = self._rng
+        # Every fourth has penalties, every eighth a second completion.
+        penalty = 1.0 if index % 4 == 3 else 0.0
         return SamplingParams(
+            n=2 if index % 8 == 7 and index % 3 else 1,
+            presence_penalty=penalty,
+            repetition_penalty=1.0 + penalty / 4,
             temperature=[0.0, 0.7, 1.0][index % 3],
             top_k=int(rng.choice([0, 20])),
             top_p=float(rng.choice([1.0, 0.9])),
@@ -158,6 +165,7 @@ class Verifier:
                 seen.prompts_of_several_chunks += sum(
                     not chunk.is_last for chunk in step.prefill
                 )
+                seen.forks += len(step.forks)
                 temperatures = {r.params.temperature for r in step.decode}
                 seen.sample_variants_together += len(temperatures) > 1
                 if step.decode:
@@ -169,12 +177,16 @@ class Verifier:
 
 
 def _result(output: Any) -> Result:
-    completion = output.outputs[0]
-    bits = [
-        [(token_id, float(entry.logprob).hex()) for token_id, entry in step.items()]
-        for step in completion.logprobs
-    ]
-    return completion.token_ids, bits
+    """Tokens and bits of all completions, one after the other."""
+    tokens: list[int] = []
+    bits = []
+    for completion in output.outputs:
+        tokens += completion.token_ids
+        bits += [
+            [(token_id, float(entry.logprob).hex()) for token_id, entry in step.items()]
+            for step in completion.logprobs
+        ]
+    return tokens, bits
 
 
 def tight(engine: EngineConfig, count: int) -> EngineConfig:
