@@ -102,9 +102,9 @@ class LLM:
         runner.compile_all()
         stored = store.load_facts() or {}
         self.engine_config = warm_up(runner, stored.get("classes"))
-        classes = {e.name: e.bit_class for e in runner.ledger.entries.values()}
-        if stored.get("classes") != classes:
-            store.save_facts({"memory": runner.memory_facts(), "classes": classes})
+        found = runner.facts_to_store(stored)
+        if found != stored:
+            store.save_facts(found)
         self.model_config = checkpoint.config
         self.tokenizer: Tokenizer | None = (
             HFTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None

@@ -111,6 +111,16 @@ class ModelRunner:
                 self.ledger.add(entry)
                 logger.info("%s: %s in %.2f s", entry.name, entry.source, entry.seconds)
 
+    def facts_to_store(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """What the next start need not find out again, with what was stored before.
+
+        Starts with and without host memory share programs, so each adds its own.
+        """
+        entries = self.ledger.entries.values()
+        classes = {e.name: e.bit_class for e in entries if e.role != "moving"}
+        memory = stored.get("memory", {}) | self.memory_facts()
+        return {"memory": memory, "classes": classes}
+
     def memory_facts(self) -> dict[str, list[int]]:
         """Temporary and aliased bytes per program, to be stored with them."""
         entries = self.ledger.entries.values()

@@ -159,4 +159,8 @@ def _sample(
     extras = operands.extras if is_full else None
     args = (operands.slots, operands.logits_BQV, packed, extras)
     donated = (0, 3) if is_full else (0,)
-    return Program(function, args, donated, jax.eval_shape(function, *args))
+    # Written out, not traced: a warm start has many of these.
+    fields = [field.name for field in dataclasses.fields(steps.StepOutput)]
+    asked: Any = dict.fromkeys(fields if is_full else ("token_B", "finish_B"), 0)
+    output = steps.StepOutput(**asked)
+    return Program(function, args, donated, (operands.slots, output, extras))

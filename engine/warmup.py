@@ -36,6 +36,9 @@ def warm_up(runner: ModelRunner, classes: dict[str, str] | None) -> EngineConfig
     ledger = runner.ledger
     for name, letter in classes.items():
         ledger.entries[name].bit_class = letter
+    assert all(
+        e.bit_class != "-" or e.role == "moving" for e in ledger.entries.values()
+    )
     config = runner.config
     if config.numerics == "invariant":
         config = _narrow(config, ledger)
