@@ -63,7 +63,7 @@ def program_name(key: ProgramKey) -> str:
     kind, *rest = key
     if kind == "prefill":
         return f"prefill[{rest[0][0]}x{rest[0][1]}]"
-    return f"{kind}[{', '.join(str(part) for part in rest)}]"
+    return f"{kind}[{', '.join(str(part) for part in rest)}]" if rest else kind
 
 
 def program_keys(config: EngineConfig, *, can_move: bool) -> list[ProgramKey]:

@@ -97,17 +97,15 @@ def _resolve_buckets(config: EngineConfig, context: int, on_cpu: bool) -> Engine
     if sizes is None:
         # Small ones serve only where the probe finds them in the class of the others,
         # as it does with the CPU's own kernels.
-        small = (1, 4) if on_cpu else ()
+        small = (1,) if on_cpu else ()
         ladder = (*small, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
         sizes = (*(size for size in ladder if size < slots), slots)
     shapes = config.prefill_shapes
     if shapes is None:
-        # On a CPU 256 tokens a call are as fast a token as more, and above them the
-        # XLA GEMM changes its order of addition.
+        # On a CPU 256 tokens a call are as fast a token as more. Padding costs little,
+        # since its products are skipped, while each program costs start-up time.
         shapes = (
-            ((1, 32), (1, 64), (1, 128), (1, 256), (2, 128), (4, 64))
-            if on_cpu
-            else ((1, 128), (1, 512), (1, 2048))
+            ((1, 64), (1, 256), (4, 64)) if on_cpu else ((1, 128), (1, 512), (1, 2048))
         )
         fitting = [shape for shape in shapes if shape[1] < context]
         shapes = tuple(fitting) or shapes[:1]
