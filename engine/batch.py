@@ -5,13 +5,13 @@ read it. Knows no jax and no model.
 """
 
 import dataclasses
-from typing import Literal
 
 import numpy as np
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine.packed_layout import ROW_FIELDS, PackedLayout
 from headrace.engine.request import Request
+from headrace.engine.sampling_params import SampleVariant
 from headrace.engine.schedule import (
     PageCopy,
     PageMove,
@@ -21,8 +21,6 @@ from headrace.engine.schedule import (
     pick_decode_bucket,
     pick_prefill_shape,
 )
-
-SampleVariant = Literal["greedy", "sampled", "full"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,13 +100,11 @@ def plan_step(
 
 
 def _variant(schedule: Schedule) -> SampleVariant:
-    rows = [*schedule.decode, *(c.request for c in schedule.prefill if c.is_last)]
-    rows += [fork.request for fork in schedule.forks]
-    if any(request.params.needs_full for request in rows):
-        return "full"
-    if any(request.params.temperature > 0 for request in rows):
-        return "sampled"
-    return "greedy"
+    needed = {request.params.variant for request in schedule.decode}
+    needed |= {c.request.params.variant for c in schedule.prefill if c.is_last}
+    needed |= {fork.request.params.variant for fork in schedule.forks}
+    order: tuple[SampleVariant, ...] = ("full", "sampled", "greedy")
+    return next((variant for variant in order if variant in needed), "greedy")
 
 
 def _pack_prefill(

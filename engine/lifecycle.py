@@ -217,13 +217,17 @@ class Lifecycle:
         token_ids = result.token_ids[slots].tolist()
         codes = result.finish_codes[slots].tolist()
         updated = []
+        caches, C = self._caches_output, self._manager.page_size
         for request, slot, token_id, code in zip(
             requests, slots, token_ids, codes, strict=True
         ):
             if request.finish_reason is not None:
                 continue  # aborted, or ended by a step read after this was scheduled
             request.output_token_ids.append(token_id)
-            if self._caches_output:
+            if (
+                caches
+                and (len(request.output_token_ids) - 1) % C == -request.prompt_len % C
+            ):
                 self.admission.remember_decoded(request)
             if request.first_token_s is None:
                 request.first_token_s = now_s

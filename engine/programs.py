@@ -15,10 +15,10 @@ from jaxtyping import Array, Float
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine import page_moves, steps
-from headrace.engine.batch import SampleVariant
 from headrace.engine.packed_layout import PackedLayout, num_packed_rows
 from headrace.engine.page_moves import PAGES_PER_MOVE
 from headrace.engine.processors import Extras, set_extras
+from headrace.engine.sampling_params import SampleVariant
 from headrace.engine.slots import SlotState
 from headrace.layers.inputs import KVCache, Params
 

@@ -1,9 +1,14 @@
 """How one request is sampled. Names and meanings are vLLM's. Host side, no jax."""
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Mapping, Sequence
+from typing import Literal
+
+# Each can serve what the ones before it can.
+SampleVariant = Literal["greedy", "sampled", "full"]
 
 # Below this a temperature would overflow the logits; 0 says greedy.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
@@ -123,7 +128,7 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise ValueError("stop needs detokenize True: it looks at the text")
 
-    @property
+    @functools.cached_property
     def has_extras(self) -> bool:
         """Whether the logits are processed before temperature and filters."""
         penalties = (self.presence_penalty, self.frequency_penalty)
@@ -135,10 +140,12 @@ class SamplingParams:
             or self.allowed_token_ids is not None
         )
 
-    @property
-    def needs_full(self) -> bool:
-        """Whether only the full sample variant can serve it."""
-        return self.logprobs is not None or self.has_extras
+    @functools.cached_property
+    def variant(self) -> SampleVariant:
+        """The cheapest sample variant that can serve it."""
+        if self.logprobs is not None or self.has_extras:
+            return "full"
+        return "sampled" if self.temperature > 0 else "greedy"
 
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from headrace.engine import sampler
-from headrace.engine.batch import SampleVariant
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.processors import Extras, count_tokens, process
+from headrace.engine.sampling_params import SampleVariant
 from headrace.engine.schedule import FINISH_LENGTH, FINISH_RUNNING, FINISH_STOP
 from headrace.engine.slots import SlotState, apply_packed
 from headrace.layers.inputs import KVCache, ModelInputs, Params
