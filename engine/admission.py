@@ -49,13 +49,24 @@ class Admission:
 
         Raises:
           QueueFullError: one of the queue's bounds is reached.
+          ValueError: an empty queue would not take them either.
         """
         config, queue = self._config, self.queue
-        tokens = queue.num_tokens + num_tokens
-        for name, have, limit in (
-            ("max_queued_requests", len(queue) + count, config.max_queued_requests),
-            ("max_queued_tokens", tokens, config.max_queued_tokens),
+        for name, waiting, more, limit in (
+            ("max_queued_requests", len(queue), count, config.max_queued_requests),
+            (
+                "max_queued_tokens",
+                queue.num_tokens,
+                num_tokens,
+                config.max_queued_tokens,
+            ),
         ):
+            have = waiting + more
+            if limit is not None and more > limit:
+                raise ValueError(
+                    f"a request with its completions must fit the queue, whose {name} "
+                    f"is {limit}, got {more}"
+                )
             if limit is not None and have > limit:
                 raise QueueFullError(
                     f"the queue is full: {name} is {limit}, and this request would "

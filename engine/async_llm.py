@@ -220,7 +220,8 @@ class Reader(AsyncIterator[RequestOutput]):
     async def __anext__(self) -> RequestOutput:
         """What came since the last call; waits until there is something."""
         while not self.state.has_news:
-            if self.state.is_finished:
+            # The engine's thread sets the end last, so what came with it is seen now.
+            if self.state.is_finished and not self.state.has_news:
                 raise StopAsyncIteration
             self._news.clear()
             if not self.state.has_news:

@@ -236,7 +236,7 @@ class Lifecycle:
                 request.output_logprobs.append(entries)
                 request.cumulative_logprob += entries[token_id][0]
             if code == FINISH_STOP:
-                if token_id in request.params.stop_token_ids:
+                if token_id in (request.params.stop_token_ids or ()):
                     request.stop_reason = token_id
                 self.finish(request, "stop")
             elif code != FINISH_RUNNING:

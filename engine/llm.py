@@ -210,8 +210,8 @@ class LLM:
     ) -> Stream:
         """Yields a prompt's output piece by piece.
 
-        Each output holds the text and tokens since the one before; the last has
-        finished=True. Closing the iterator ends the request and frees its pages.
+        Each output holds what came since the one before (of completions with news, by
+        `index`); the last has finished=True. Closing the iterator frees its pages.
 
         Raises:
           ValueError: the prompt cannot run; raised by this call, not by the first

@@ -287,7 +287,7 @@ def _resolve_stop_ids(
 ) -> tuple[int, ...]:
     """The model's stop ids (unless ignored), then the user's, without repeats."""
     user = _checked_ids(
-        "stop_token_ids", params.stop_token_ids, model_config.vocab_size
+        "stop_token_ids", params.stop_token_ids or (), model_config.vocab_size
     )
     own = () if params.ignore_eos else model_config.stop_ids
     stop_ids = tuple(dict.fromkeys((*own, *user)))

@@ -37,7 +37,7 @@ class CompletionState:
                 tokenizer, skip_special_tokens=params.skip_special_tokens
             )
         self._visible = TextStream(
-            params.stop, keeps_stop=params.include_stop_str_in_output
+            params.stop or (), keeps_stop=params.include_stop_str_in_output
         )
         self._text: list[str] = []  # a piece per token, then what was held back
         self._logprobs: list[dict[int, Logprob]] | None = None
@@ -84,7 +84,9 @@ class CompletionState:
             return
         text = ""
         if self._detokenizer is not None:
-            may_stop = self.num_tokens > self.request.params.min_tokens
+            # An end that was decided otherwise stays what it is.
+            may_stop = self.request.finish_reason == "length"
+            may_stop &= self.num_tokens > self.request.params.min_tokens
             text = self._visible.push(self._detokenizer.flush(), may_stop=may_stop)
             text += self._visible.flush()
         if self.stopped_by is not None:
@@ -120,7 +122,7 @@ class CompletionState:
             ),
             logprobs=None if logprobs is None else logprobs[start:ready],
             finish_reason=request.finish_reason if is_ended else None,
-            stop_reason=request.stop_reason,
+            stop_reason=request.stop_reason if is_ended else None,
             seed=request.seed,
         )
 

@@ -60,8 +60,8 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
@@ -101,7 +101,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 self._store(name, _whole(name, value, least, most))
-        self._store("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        stop_ids = self.stop_token_ids
+        stop_ids = () if stop_ids is None else _ids("stop_token_ids", stop_ids)
+        self._store("stop_token_ids", stop_ids)
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
@@ -111,7 +113,7 @@ class SamplingParams:
             self._store("allowed_token_ids", allowed)
         if self.logit_bias is not None:
             self._store("logit_bias", _biases(self.logit_bias))
-        self._store("stop", _strings("stop", self.stop))
+        self._store("stop", () if self.stop is None else _strings("stop", self.stop))
         self._store("min_tokens", _whole("min_tokens", self.min_tokens, 0, MAX_INT32))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -159,11 +161,15 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def _biases(value: object) -> dict[int, float]:
-    """A mapping of token ids to numbers, as plain ones."""
+    """A mapping of token ids to numbers, as plain ones; JSON has its ids as text."""
     if not isinstance(value, Mapping):
         raise ValueError(f"logit_bias must map ids to numbers, got {value!r}")
-    checked = {}
+    checked: dict[int, float] = {}
     for token_id, bias in value.items():
+        if isinstance(token_id, str) and token_id.isdecimal():
+            token_id = int(token_id)
+        if token_id in checked:
+            raise ValueError(f"logit_bias must name an id once, got {token_id} again")
         number = _number("logit_bias", bias)
         if not -100 <= number <= 100:
             raise ValueError(f"logit_bias must be in [-100, 100], got {number}")

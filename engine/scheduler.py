@@ -93,7 +93,8 @@ class Scheduler:
         """Puts a request and its siblings into the queue: all of them, or none.
 
         Raises:
-          ValueError: an id belongs to a live request, or one was added before.
+          ValueError: an id belongs to a live request, one was added before, or the
+            queue could never hold them.
           QueueFullError: a bound of the queue is reached.
         """
         life = self._life
@@ -110,10 +111,10 @@ class Scheduler:
             assert num_pages < self._manager.num_pages
         tokens = sum(request.prompt_len for request in requests)
         life.admission.check_room(len(requests), tokens)
+        if (tenant := requests[0].tenant) is not None:  # siblings have the same
+            tenants = {other.tenant for other in life.requests.values()}
+            life.admission.queue.come_back(tenant, tenants)
         for request in requests:
-            if request.tenant is not None:
-                tenants = {other.tenant for other in life.requests.values()}
-                life.admission.queue.come_back(request.tenant, tenants)
             request.number = self._num_added
             self._num_added += 1
             life.admission.add(request)

@@ -119,8 +119,9 @@ def _num_pages(model: ModelConfig, config: EngineConfig, device: DeviceFacts) ->
     assert config.max_context_len and config.num_slots
     size = page_bytes(model, config.page_size, config.kv_dtype)
     weights = num_params(model) * _BYTES[config.param_dtype]
+    # Logits, counts and biases per slot, and as much again while sampling.
     logits = config.num_slots * model.vocab_size * 4
-    budget = int(device.free_bytes * config.memory_fraction) - weights - 3 * logits
+    budget = int(device.free_bytes * config.memory_fraction) - weights - 5 * logits
     if config.num_pages is not None:
         if config.num_pages * size > budget:
             raise ValueError(

@@ -29,6 +29,7 @@ class TextStream:
         self._stops = tuple(stops)
         self._keeps_stop = keeps_stop
         self._held = ""
+        self._num_plain = 0  # of those held: they came before a stop string counted
         self.stopped_by: str | None = None
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
@@ -41,8 +42,14 @@ class TextStream:
         if self.stopped_by is not None:
             return ""
         text = self._held + text
+        if not may_stop:
+            self._num_plain = len(text)
         if may_stop and self._stops:
-            found = [(text.find(stop), i) for i, stop in enumerate(self._stops)]
+            # A match has to end behind what is plain text for good.
+            found = [
+                (text.find(stop, max(0, self._num_plain - len(stop) + 1)), i)
+                for i, stop in enumerate(self._stops)
+            ]
             begin, which = min((f for f in found if f[0] >= 0), default=(-1, 0))
             if begin >= 0:
                 stop = self._stops[which]
@@ -51,6 +58,7 @@ class TextStream:
         keep = max(self._begun_stop(text), _unfinished(text))
         certain = text[: len(text) - keep]
         self._held = text[len(text) - keep :]
+        self._num_plain = max(0, self._num_plain - len(certain))
         return certain
 
     def flush(self) -> str:

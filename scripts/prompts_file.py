@@ -93,6 +93,8 @@ def _json_row(
     if unknown := sorted(set(fields) - known):
         raise ValueError(f"unknown keys {unknown}; known: {sorted(known)}")
     changed = dataclasses.replace(params, **fields)
+    if changed.n > 1:
+        raise ValueError(f"n must be 1 in a file of prompts, got {changed.n}")
     return PromptRow(
         id=row_id,
         line=number,

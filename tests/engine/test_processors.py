@@ -202,6 +202,7 @@ def test_penalties_survive_a_preemption(tiny_config, tiny_checkpoint):
         (dict(min_p=1.5), r"min_p must be in \[0.0, 1.0\]"),
         (dict(min_tokens=-1), "min_tokens"),
         (dict(logit_bias={3: 101}), r"logit_bias must be in \[-100, 100\], got 101"),
+        (dict(logit_bias={3: 1, "3": 2}), "logit_bias must name an id once"),
         (dict(logit_bias=[3]), "logit_bias must map ids to numbers"),
         (dict(allowed_token_ids=[]), "allowed_token_ids must hold at least one"),
         (dict(allowed_token_ids="abc"), "allowed_token_ids must be a list"),

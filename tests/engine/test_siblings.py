@@ -50,10 +50,13 @@ def test_siblings_go_on_when_one_is_aborted_while_the_prompt_is_filled(engine_of
 
 def test_a_queue_takes_all_siblings_or_none(engine_of):
     engine = engine_of(max_queued_requests=3)
-    with pytest.raises(QueueFullError, match="max_queued_requests is 3"):
+    with pytest.raises(ValueError, match="whose max_queued_requests is 3, got 4"):
         engine.add(engine.request("a", 5, n=4))
     assert not engine.scheduler.has_work
-    engine.add(engine.request("b", 5, n=3))
+    engine.add(engine.request("b", 5, n=2))
+    with pytest.raises(QueueFullError, match="max_queued_requests is 3"):
+        engine.add(engine.request("c", 5, n=2))
+    assert engine.scheduler.num_waiting == 2
     engine.run()
     assert all(r.status is RequestStatus.FINISHED for r in engine.requests)
 

@@ -72,6 +72,7 @@ def test_stop_strings_count_after_min_tokens(engine_of):
 
 
 def test_bad_stops_are_refused(tiny_llm):
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
     for value in ["", ["a", ""], 3, [3]]:
         with pytest.raises(ValueError, match="stop must"):
             SamplingParams(stop=value)

@@ -75,3 +75,6 @@ def test_text_before_stops_count_is_never_cut():
     stream = TextStream(["b"], keeps_stop=False)
     assert stream.push("abc", may_stop=False) == "abc"
     assert stream.push("xb") == "x" and stream.stopped_by == "b"
+    stream = TextStream(["ab", "abc"], keeps_stop=False)
+    assert stream.push("xab", may_stop=False) == "x"
+    assert stream.push("Zab") == "abZ" and stream.stopped_by == "ab"
