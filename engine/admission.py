@@ -191,16 +191,11 @@ class Admission:
             if self._coming.get(name) == request.request_id:
                 del self._coming[name]
 
-    def remember_decoded(self, request: Request) -> None:
-        """Names the page that the token read last has filled, if it has."""
-        C = self._manager.page_size
-        # The last token is not in the pages yet: the next step writes it.
-        written = request.prompt_len + len(request.output_token_ids) - 1
-        if written % C or not request.uses_cache:
-            return
-        index = len(request.page_names)
-        if index == written // C:
-            return  # the prompt's own last page
+    def remember_decoded(self, request: Request, written: int) -> None:
+        """Names the page that ends with token `written`, a multiple of its size."""
+        C, index = self._manager.page_size, len(request.page_names)
+        if not request.uses_cache or index == written // C:
+            return  # index: the prompt's own last page
         before = request.page_names[-1] if index else request.name_seed
         tokens = request.tokens(index * C, written)
         request.page_names += name_pages(before, tokens, C)

@@ -5,7 +5,7 @@ told (releases, page moves, new pages) stay in step with where a request is. No 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine.admission import Admission
@@ -120,19 +120,18 @@ class Lifecycle:
             room=len(request.pages) * self._manager.page_size - request.num_computed,
         )
 
-    def fork(self, leader: Request, followers: Sequence[Request]) -> None:
-        """The leader's last chunk is scheduled: its followers decode like it.
+    def fork(self, leader: Request, follower: Request) -> None:
+        """The leader's last chunk is scheduled: its follower decodes like it.
 
-        Each writes into a copy of the prompt's last page, where that is not full; the
+        It writes into a copy of the prompt's last page, where that is not full; the
         copy is made at the start of the next step, before anybody writes.
         """
+        follower.num_dispatched += 1
+        self.start_decode(follower)
         full, rest = divmod(leader.prompt_len, self._manager.page_size)
-        for follower in followers:
-            follower.num_dispatched += 1
-            self.start_decode(follower)
-            if rest:
-                copy = PageCopy(source=leader.pages[full], target=follower.pages[full])
-                self.changes.copies.append(copy)
+        if rest:
+            copy = PageCopy(source=leader.pages[full], target=follower.pages[full])
+            self.changes.copies.append(copy)
 
     def grow(self) -> None:
         """One more page for each request whose next token needs it.
@@ -224,11 +223,10 @@ class Lifecycle:
             if request.finish_reason is not None:
                 continue  # aborted, or ended by a step read after this was scheduled
             request.output_token_ids.append(token_id)
-            if (
-                caches
-                and (len(request.output_token_ids) - 1) % C == -request.prompt_len % C
-            ):
-                self.admission.remember_decoded(request)
+            # The last token is not in the pages yet: the next step writes it.
+            written = request.prompt_len + len(request.output_token_ids) - 1
+            if caches and written % C == 0:
+                self.admission.remember_decoded(request, written)
             if request.first_token_s is None:
                 request.first_token_s = now_s
             if request.params.logprobs is not None:

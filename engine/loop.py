@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headrace.configs.schema import EngineConfig, ModelConfig
@@ -174,7 +174,7 @@ class EngineLoop:
     def cancel(self, *states: RequestState, reason: FinishReason = "abort") -> None:
         """Ends requests that still run, with what they have."""
         with self.lock:
-            for completion in [one for state in states for one in state.completions]:
+            for completion in _completions(states):
                 request = completion.request
                 if self._scheduler.abort(request.request_id, reason) is not None:
                     self.meter.count_end(request)
@@ -184,7 +184,7 @@ class EngineLoop:
         """Forgets requests; one that still runs is ended."""
         with self.lock:
             self.cancel(*states)
-            for completion in [one for state in states for one in state.completions]:
+            for completion in _completions(states):
                 self._states.pop(completion.request.request_id, None)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class EngineLoop:
         with self.lock:
             if self._failure is None:
                 self._failure = "this engine is closed"
-            self.cancel(*[state for state, _ in self._states.values()])
+            self.cancel(*{state for state, _ in self._states.values()})
             self._runner.close()
 
     def stats(self) -> dict[str, Any]:
@@ -269,3 +269,7 @@ class EngineLoop:
             if not completion.is_finished:
                 request.status, request.finish_reason = RequestStatus.FINISHED, "error"
                 completion.end()
+
+
+def _completions(states: Iterable[RequestState]) -> list[CompletionState]:
+    return [completion for state in states for completion in state.completions]

@@ -6,7 +6,7 @@ when its last chunk runs, its logits serve them all. Part of the scheduler. No j
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine.packed_layout import num_packed_rows
@@ -34,10 +34,6 @@ class PrefillLine:
     def __len__(self) -> int:
         """Requests in the line, followers included."""
         return sum(1 + len(request.followers) for request in self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        """Those that fill, in order; not their followers."""
-        return iter(self._requests)
 
     def add(self, request: Request) -> None:
         """The request fills its own prompt, after those before it."""

@@ -31,8 +31,10 @@ def probe(runner: ModelRunner) -> dict[str, str]:
     fills = {shape: case.fill(shape) for shape in config.prefill_shapes or ()}
     for shape, found in fills.items():
         prints[program_name(("prefill", shape))] = found
-    # Decoding continues what the shapes that will be kept have filled.
-    case.fill(best_shapes({s: _letter_of(found) for s, found in fills.items()})[0])
+    best = best_shapes({s: _letter_of(found) for s, found in fills.items()})
+    if list(fills)[-1] not in best:
+        # Decoding continues what the shapes that will be kept have filled.
+        case.fill(best[0])
     for bucket in config.decode_batch_sizes or ():
         prints[program_name(("decode", bucket))] = case.generate(bucket)
     prints |= _probe_sampling(case)

@@ -162,11 +162,11 @@ class Scheduler:
             request.num_dispatched += 1
         if schedule.decode:
             self._running.count_decode()
-        for index, chunk in enumerate(schedule.prefill):
+        for chunk in schedule.prefill:
             if chunk.is_last:  # decodes from the next step on
                 life.start_decode(chunk.request)
-                forks = [f.request for f in schedule.forks if f.source == index]
-                life.fork(chunk.request, forks)
+        for fork in schedule.forks:
+            life.fork(schedule.prefill[fork.source].request, fork.request)
         return schedule
 
     def _build(self, chunks: list[tuple[Request, int]], does_decode: bool) -> Schedule:
