@@ -117,6 +117,7 @@ class FakeDevice:
 
     def __init__(self, num_slots, num_pages, num_host_pages):
         self.rows = [None] * num_slots
+        self.extra_rows = list(range(num_slots))
         self.pages = [[None] * PAGE_SIZE for _ in range(num_pages)]
         self.host = [None] * num_host_pages
 
@@ -126,6 +127,8 @@ class FakeDevice:
         if schedule.slot_sources is not None:
             assert sorted(schedule.slot_sources) == list(range(len(self.rows)))
             self.rows = [self.rows[source] for source in schedule.slot_sources]
+            self.extra_rows = [self.extra_rows[s] for s in schedule.slot_sources]
+        self._check_extras(schedule)
         for slot in schedule.released:
             if self.rows[slot] is not None:
                 self.rows[slot].is_active = False
@@ -162,6 +165,16 @@ class FakeDevice:
             tokens[fork.slot], finish[fork.slot] = self._sample(row)
             row.pages = list(fork.request.pages)
         return tokens, finish
+
+    def _check_extras(self, schedule):
+        """Who samples first, or again, has its counts written, and to its own row."""
+        begins = [*schedule.resumed, *schedule.forks]
+        begins += [chunk for chunk in schedule.prefill if chunk.is_last]
+        assert sorted(row for _, row in schedule.extras) == sorted(
+            self.extra_rows[one.slot] for one in begins if one.request.params.has_extras
+        )
+        for request, row in schedule.extras:
+            assert self.extra_rows[request.slot] == row
 
     def _fork(self, fork, leaders):
         """A row that has its leader's logits; later tokens come from its own pages."""

@@ -175,6 +175,7 @@ def _request(engine, name, visitor, step):
         fields["deadline_s"] = float(step + visitor.deadline)
         fields["queue_deadline_s"] = float(step + visitor.deadline // 2)
     params = {"ignore_eos": not visitor.has_stops, "n": visitor.n}
+    params["presence_penalty"] = 0.5 * (name % 2)
     room = (engine.config.num_pages - 1) * 16 - len(prompt)
     max_tokens = min(visitor.max_tokens, room, 128 - len(prompt))
     return engine.request(name, len(prompt), max_tokens, fields=fields, **params)
