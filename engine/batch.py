@@ -78,10 +78,11 @@ def plan_step(
     num_rows = len(schedule.prefill)
     _pack_resumed(packed, schedule.resumed, num_rows, layout)
     _pack_forks(packed, schedule, num_rows + len(schedule.resumed), layout)
-    fresh = [chunk.slot for chunk in schedule.prefill if chunk.is_last]
-    fresh += [fork.slot for fork in schedule.forks]
     sampled_rows = max(
-        [schedule.num_rows if schedule.decode else 1, *(slot + 1 for slot in fresh)]
+        [
+            schedule.num_rows if schedule.decode else 1,
+            *(row.slot + 1 for row in schedule.fresh),
+        ]
     )
     sizes = config.decode_batch_sizes or ()
     return StepPlan(
@@ -101,8 +102,7 @@ def plan_step(
 
 def _variant(schedule: Schedule) -> SampleVariant:
     needed = {request.params.variant for request in schedule.decode}
-    needed |= {c.request.params.variant for c in schedule.prefill if c.is_last}
-    needed |= {fork.request.params.variant for fork in schedule.forks}
+    needed |= {row.request.params.variant for row in schedule.fresh}
     order: tuple[SampleVariant, ...] = ("full", "sampled", "greedy")
     return next((variant for variant in order if variant in needed), "greedy")
 

@@ -17,7 +17,13 @@ from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine import steps
 from headrace.engine.batch import StepPlan
 from headrace.engine.ledger import Ledger, LedgerEntry
-from headrace.engine.page_moves import PAGES_PER_MOVE, HostPages, padded_ids, pieces
+from headrace.engine.page_moves import (
+    PAGES_PER_MOVE,
+    HostPages,
+    cut,
+    padded_ids,
+    pieces,
+)
 from headrace.engine.processors import empty_extras, extras_of
 from headrace.engine.program_store import ProgramStore, compile_fresh
 from headrace.engine.programs import (
@@ -208,8 +214,7 @@ class ModelRunner:
 
     def _copy(self, copies: tuple[PageCopy, ...]) -> None:
         program = self.program(("copy", PAGES_PER_MOVE))
-        for start in range(0, len(copies), PAGES_PER_MOVE):
-            some = copies[start : start + PAGES_PER_MOVE]
+        for some in cut(copies):
             source = padded_ids(tuple(copy.source for copy in some))
             target = padded_ids(tuple(copy.target for copy in some))
             self.kv_cache = program(

@@ -75,13 +75,14 @@ class HostPages:
 
 def pieces(move: PageMove) -> list[PageMove]:
     """The move in calls of at most PAGES_PER_MOVE pages."""
-    return [
-        PageMove(
-            device=move.device[start : start + PAGES_PER_MOVE],
-            host=move.host[start : start + PAGES_PER_MOVE],
-        )
-        for start in range(0, len(move.device), PAGES_PER_MOVE)
-    ]
+    pairs = zip(cut(move.device), cut(move.host), strict=True)
+    return [PageMove(device=device, host=host) for device, host in pairs]
+
+
+def cut[T](pages: tuple[T, ...]) -> list[tuple[T, ...]]:
+    """Anything per page, in the pieces that one call takes."""
+    starts = range(0, len(pages), PAGES_PER_MOVE)
+    return [pages[start : start + PAGES_PER_MOVE] for start in starts]
 
 
 def padded_ids(pages: tuple[int, ...]) -> np.ndarray:

@@ -93,6 +93,13 @@ class Resumption:
         )
 
 
+def fresh_rows(
+    prefill: Sequence[PrefillChunk], forks: Sequence[Fork]
+) -> list[PrefillChunk | Fork]:
+    """Rows whose request begins to decode: last chunks, and the forks of them."""
+    return [*(chunk for chunk in prefill if chunk.is_last), *forks]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
     """One step. On the device: pages are copied, move out and in; rows move, released
@@ -134,6 +141,11 @@ class Schedule:
         default_factory=lambda: np.zeros(0, np.int64)
     )
     num_rows: int
+
+    @property
+    def fresh(self) -> list[PrefillChunk | Fork]:
+        """See `fresh_rows`."""
+        return fresh_rows(self.prefill, self.forks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ from headrace.engine.schedule import (
     Resumption,
     Schedule,
     StepResult,
+    fresh_rows,
 )
 
 
@@ -179,14 +180,11 @@ class Scheduler:
         decode, slots = self._running.decode_rows() if does_decode else ((), _NO_SLOTS)
         grown = [(_slot_of(r), page) for r, page in changes.grown if not r.is_finished]
         prefill, forks = self._advance_prefill(chunks)
-        first = [
-            *(c.request for c in prefill if c.is_last),
-            *(f.request for f in forks),
-        ]
+        fresh = [row.request for row in fresh_rows(prefill, forks)]
         rows = self._running.extra_rows
         extras = [
             (request, rows[_slot_of(request)])
-            for request in (*changes.resumed, *first)
+            for request in (*changes.resumed, *fresh)
             if request.params.has_extras
         ]
         return Schedule(
@@ -215,10 +213,7 @@ class Scheduler:
         Returns:
           Requests that got a token, ended ones included; prefilled ones first.
         """
-        fresh: list[PrefillChunk | Fork] = [
-            chunk for chunk in schedule.prefill if chunk.is_last
-        ]
-        fresh += schedule.forks
+        fresh = schedule.fresh
         requests = [*(row.request for row in fresh), *schedule.decode]
         if not requests:
             return []
