@@ -29,7 +29,8 @@ class SamplingParams:
       temperature: 0 is greedy, else in [0.01, 100].
       top_p: mass of the nucleus in (0, 1]; 1 is off.
       top_k: likeliest tokens kept; 0 or -1 is off.
-      min_p: least probability kept, as a part of the likeliest's, in [0, 1]; 0 is off.
+      min_p: least probability kept, as a part of the likeliest's, in [0, 1]; 0, and
+        what is below float32's normal numbers, is off.
       seed: any integer of 64 bits; None draws one, which the output reports.
       max_tokens: most tokens to generate; None takes what the context leaves.
       ignore_eos: do not stop at the model's end tokens.

@@ -2,8 +2,10 @@
 fake device that needs none of them."""
 
 import dataclasses
+import os
 import zlib
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,12 @@ import pytest
 from headrace import LLM
 from headrace.checkpoints.synthetic import synthetic_checkpoint
 from headrace.configs import load_config, parse_config
+
+# The same examples in every run, so that a red run can be repeated;
+# HYPOTHESIS_PROFILE=explore draws new ones.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("explore", derandomize=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(scope="session")
