@@ -163,7 +163,10 @@ class EngineConfig(_FromMapping):
       decode_batch_sizes: ascending buckets; the last equals `num_slots`.
       prefill_shapes: (rows, tokens) buckets of one prefill call, ascending.
       numerics: "invariant" keeps a request's bits free of its company.
-      max_logprobs: most log-probabilities per token that a request may ask for.
+      max_logprobs: most log-probabilities per token that a request may ask for; -1
+        is no bound, and lets `logprobs=-1` give the whole vocabulary.
+      max_bad_words: token sequences of two or more that a request may forbid.
+      scoring: compile what `score`, `perplexity` and `prompt_logprobs` need.
       max_stop_ids: stop ids per request that the device can check.
       param_dtype, kv_dtype: storage types of weights and KV pages.
       prefill_calls_per_decode: prefill calls that may run in a row while decode
@@ -193,6 +196,8 @@ class EngineConfig(_FromMapping):
     prefill_shapes: tuple[tuple[int, int], ...] | None = None
     numerics: Numerics = "invariant"
     max_logprobs: int = 20
+    max_bad_words: int = 16
+    scoring: bool = False
     max_stop_ids: int = 8
     param_dtype: Dtype | None = None
     kv_dtype: Dtype | None = None
@@ -218,12 +223,13 @@ class EngineConfig(_FromMapping):
         check_range("max_queue_delay_s", self.max_queue_delay_s, 0.0, 60.0)
         if self.host_kv_bytes is not None:
             check_int("host_kv_bytes", self.host_kv_bytes, 0)
-        for name in ("prefix_cache", "multi_tenant"):
+        for name in ("prefix_cache", "multi_tenant", "scoring"):
             check_choice(name, getattr(self, name), (False, True))
         for name in ("max_queued_requests", "max_queued_tokens", "max_tokens_per_step"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
-        check_int("max_logprobs", self.max_logprobs, 0, 128)
+        check_int("max_logprobs", self.max_logprobs, -1, 2**31 - 1)
+        check_int("max_bad_words", self.max_bad_words, 1, 256)
         check_int("max_stop_ids", self.max_stop_ids, 1, 64)
         check_int("compile_threads", self.compile_threads, 1)
         check_int("prefill_calls_per_decode", self.prefill_calls_per_decode, 1)

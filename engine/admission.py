@@ -175,7 +175,8 @@ class Admission:
 
     def _usable_names(self, request: Request) -> tuple[PageName, ...]:
         """Names to look up: the last token is always computed, for its logits."""
-        if not request.uses_cache:
+        # A prompt that is scored has to be computed as a whole.
+        if not request.uses_cache or request.params.prompt_logprobs is not None:
             return ()
         full = (request.fill_len - 1) // self._manager.page_size
         return request.page_names[:full]

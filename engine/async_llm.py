@@ -111,7 +111,7 @@ class AsyncLLM:
             self._drop(reader)
 
     def cancel(self, reader: "Reader") -> None:
-        """Ends a request with what it has; its reader sees finish_reason "abort"."""
+        """Ends a request with what it has: finish_reason "cancelled"."""
 
         def end() -> None:
             self._llm._loop.cancel(reader.state)
@@ -130,7 +130,7 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._post(self._llm.stats))
 
     async def close(self) -> None:
-        """Ends every request with "abort" and frees the device memory."""
+        """Ends every request with "cancelled" and frees the device memory."""
         self._is_closing = True
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
@@ -226,4 +226,4 @@ class Reader(AsyncIterator[RequestOutput]):
             self._news.clear()
             if not self.state.has_news:
                 await self._news.wait()
-        return self.state.take_delta()
+        return self.state.take_news()

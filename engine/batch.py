@@ -36,6 +36,9 @@ class StepPlan:
       prefill_shape: (rows, tokens) of the prefill call, None where there is none.
       sample_bucket: rows of the sample call, which always runs.
       variant: the cheapest sample variant that serves every row.
+      does_score: the prefill call also scores its prompts.
+      has_grammar: the sample call waits for masks.
+      logits_slots: slots whose row of logits the host wants.
     """
 
     copies: tuple[PageCopy, ...] = ()
@@ -47,6 +50,9 @@ class StepPlan:
     prefill_shape: tuple[int, int] | None
     sample_bucket: int
     variant: SampleVariant
+    does_score: bool = False
+    has_grammar: bool = False
+    logits_slots: tuple[int, ...] = ()
 
 
 def plan_step(
@@ -96,15 +102,19 @@ def plan_step(
         ),
         prefill_shape=shape,
         sample_bucket=pick_decode_bucket(sizes, sampled_rows),
-        variant=_variant(schedule),
+        variant=schedule.needs.variant,
+        does_score=any(
+            chunk.request.params.prompt_logprobs is not None
+            for chunk in schedule.prefill
+        ),
+        has_grammar=schedule.needs.has_grammar,
+        logits_slots=_logits_slots(schedule) if schedule.needs.wants_logits else (),
     )
 
 
-def _variant(schedule: Schedule) -> SampleVariant:
-    needed = {request.params.variant for request in schedule.decode}
-    needed |= {row.request.params.variant for row in schedule.fresh}
-    order: tuple[SampleVariant, ...] = ("full", "sampled", "greedy")
-    return next((variant for variant in order if variant in needed), "greedy")
+def _logits_slots(schedule: Schedule) -> tuple[int, ...]:
+    rows = schedule.sampled
+    return tuple(slot for slot, request in rows if request.params.wants_logits)
 
 
 def _pack_prefill(
@@ -117,12 +127,14 @@ def _pack_prefill(
     tokens = layout.tokens(packed, *shape)
     for row, chunk in enumerate(chunks):
         end = chunk.start + chunk.length
-        done = chunk.request.fill_len - chunk.request.prompt_len
+        total = chunk.request.fill_len
+        done = total - chunk.request.prompt_len
         values = {
             "slot": chunk.slot,
             "start": chunk.start,
             "length": chunk.length,
             "is_last": int(chunk.is_last),
+            "next_token": -1 if end >= total else chunk.request.tokens(end, end + 1)[0],
             "remaining": chunk.request.max_tokens - done,
         }
         _pack_row(rows, row, values, chunk.request, layout)
@@ -187,7 +199,10 @@ def _request_values(request: Request) -> dict[str, int]:
         "top_p": _float_bits(params.top_p),
         "min_p": _float_bits(params.min_p),
         "has_extras": int(params.has_extras),
-        "min_position": request.prompt_len + params.min_tokens,
+        # With a grammar the mask says when it may end, and when it must.
+        "min_position": 0
+        if request.grammar
+        else request.prompt_len + params.min_tokens,
         "presence": _float_bits(params.presence_penalty),
         "frequency": _float_bits(params.frequency_penalty),
         "repetition": _float_bits(params.repetition_penalty),

@@ -5,6 +5,7 @@ which bit class the probe put it in, and whether the engine uses it.
 """
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -50,6 +51,21 @@ class Ledger:
     def add(self, entry: LedgerEntry) -> None:
         """Adds one program."""
         self.entries[entry.name] = entry
+
+    def facts_to_store(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """What the next start need not find out again, with what was stored before.
+
+        Starts with and without host memory share programs, so each adds its own.
+        """
+        entries = self.entries.values()
+        classes = {e.name: e.bit_class for e in entries if e.role != "moving"}
+        memory = stored.get("memory", {}) | self.memory_facts()
+        return {"memory": memory, "classes": classes}
+
+    def memory_facts(self) -> dict[str, list[int]]:
+        """Temporary and aliased bytes per program, to be stored with them."""
+        entries = self.entries.values()
+        return {e.name: [e.temp_bytes, e.alias_bytes] for e in entries}
 
     def table(self) -> str:
         """The ledger as text: a line per program, then the verdict per role."""

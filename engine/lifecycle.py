@@ -10,7 +10,7 @@ from collections.abc import Callable
 from headrace.configs.schema import EngineConfig
 from headrace.engine.admission import Admission
 from headrace.engine.kv_cache_manager import KVCacheManager
-from headrace.engine.outputs import FinishReason
+from headrace.engine.outputs import NOTHING_ALLOWED, FinishReason
 from headrace.engine.preemption import HostPool, pick_victim
 from headrace.engine.prefill_line import PrefillLine
 from headrace.engine.request import Request, RequestStatus
@@ -18,6 +18,7 @@ from headrace.engine.running import RunningSet
 from headrace.engine.schedule import (
     FINISH_RUNNING,
     FINISH_STOP,
+    FINISH_STUCK,
     PageCopy,
     PageMove,
     StepResult,
@@ -52,6 +53,7 @@ class Lifecycle:
       requests: by id.
       prefilling: requests whose prompts are not filled yet.
       changes: for the next step; whoever builds it starts a new one.
+      ended: requests that have ended without a token, till somebody takes them.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Lifecycle:
         self.running = RunningSet(config.num_slots, config.decode_batch_sizes)
         self.admission = Admission(config, manager, num_host_pages)
         self.changes = DeviceChanges()
+        self.ended: list[Request] = []
         self._manager = manager
         self._clock = clock
         self._host = HostPool(num_host_pages)
@@ -222,6 +225,11 @@ class Lifecycle:
         ):
             if request.finish_reason is not None:
                 continue  # aborted, or ended by a step read after this was scheduled
+            if code == FINISH_STUCK:
+                request.finish_message = NOTHING_ALLOWED
+                self.finish(request, "error")
+                self.ended.append(request)
+                continue
             request.output_token_ids.append(token_id)
             # The last token is not in the pages yet: the next step writes it.
             written = request.prompt_len + len(request.output_token_ids) - 1

@@ -11,21 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import tqdm
 
 from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
 from headrace.checkpoints.load import Checkpoint, load_checkpoint
 from headrace.configs.schema import EngineConfig
-from headrace.engine import chat_template, prompts, sizing
-from headrace.engine.admission import QueueFullError
+from headrace.engine import chat_template, prompts, scoring, sizing
+from headrace.engine.batch_run import Batch
 from headrace.engine.device_facts import device_facts, place_params
 from headrace.engine.ledger import Ledger
 from headrace.engine.loop import EngineLoop
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.outputs import RequestOutput
 from headrace.engine.program_store import ProgramStore, program_key
-from headrace.engine.request_state import RequestState, error_output
+from headrace.engine.request_state import RequestState
 from headrace.engine.sampling_params import SamplingParams
+from headrace.engine.scoring import PerplexityOutput, ScoreOutput
 from headrace.engine.stream import Stream
 from headrace.engine.tokenizer import HFTokenizer, Tokenizer
 from headrace.engine.warmup import warm_up
@@ -33,7 +33,6 @@ from headrace.engine.warmup import warm_up
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-ParamsLike = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
@@ -102,7 +101,7 @@ class LLM:
         runner.compile_all()
         stored = store.load_facts() or {}
         self.engine_config = warm_up(runner, stored.get("classes"))
-        found = runner.facts_to_store(stored)
+        found = runner.ledger.facts_to_store(stored)
         if found != stored:
             store.save_facts(found)
         self.model_config = checkpoint.config
@@ -133,7 +132,7 @@ class LLM:
     def generate(
         self,
         prompts_: Any,
-        sampling_params: ParamsLike = None,
+        sampling_params: prompts.ParamsLike = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -153,45 +152,12 @@ class LLM:
           ValueError: the only prompt cannot run, or the arguments do not fit.
         """
         items = prompts.as_prompts_or_errors(prompts_)
-        return self._run(items, sampling_params, use_tqdm)
-
-    def _run(
-        self,
-        items: list[prompts.Prompt | ValueError],
-        sampling_params: ParamsLike,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        params = prompts.spread_params(sampling_params, len(items))
-        states: list[RequestState | RequestOutput] = []
-        try:
-            for item, one in zip(items, params, strict=True):
-                states.append(self._submit_or_error(item, one, len(items) == 1))
-            self._finish_all(_running(states), use_tqdm)
-        finally:
-            self._loop.drop(*_running(states))
-        return [s.output() if isinstance(s, RequestState) else s for s in states]
-
-    def _submit_or_error(
-        self, prompt: prompts.Prompt | ValueError, params: SamplingParams, raises: bool
-    ) -> RequestState | RequestOutput:
-        try:
-            if isinstance(prompt, ValueError):
-                raise prompt
-            while True:
-                try:
-                    return self._submit(prompt, params)
-                except QueueFullError:
-                    self._loop.turn()  # a batch of prompts may be longer than the queue
-        except ValueError as error:
-            if raises:
-                raise
-            known = prompt if isinstance(prompt, prompts.Prompt) else prompts.Prompt()
-            return error_output(known, self._loop.new_id(), str(error))
+        return self._batch(use_tqdm).run(items, sampling_params)
 
     def chat(
         self,
         messages: Any,
-        sampling_params: ParamsLike = None,
+        sampling_params: prompts.ParamsLike = None,
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
@@ -203,7 +169,7 @@ class LLM:
                 items.append(self._chat_prompt(conversation, add_generation_prompt))
             except ValueError as error:
                 items.append(error)
-        return self._run(items, sampling_params, use_tqdm)
+        return self._batch(use_tqdm).run(items, sampling_params)
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
@@ -232,6 +198,44 @@ class LLM:
             )
         conversation = conversations[0]
         return self.stream(self._chat_prompt(conversation, True), sampling_params)
+
+    def score(
+        self, prompts_: Any, continuations: Any, *, use_tqdm: bool = True
+    ) -> list[ScoreOutput]:
+        """How likely the model finds continuations of prompts; see scoring.
+
+        Args:
+          prompts_: as for `generate`, with at least one token each.
+          continuations: as many, each a str or a list of token ids. A text is
+            tokenized by itself, not together with its prompt.
+          use_tqdm: show progress.
+
+        Raises:
+          ValueError: the engine was built without `scoring`, the numbers differ, or
+            the only pair cannot be scored; one of several has it as its `error`.
+        """
+        return scoring.score(self._scorer(use_tqdm), prompts_, continuations)
+
+    def perplexity(
+        self, text: Any, *, stride: int | None = None, use_tqdm: bool = True
+    ) -> PerplexityOutput:
+        """Perplexity of one text, however long; see scoring.
+
+        Args:
+          text: a str or a list of token ids, of at least two tokens.
+          stride: tokens by which the window moves; None is half a window.
+          use_tqdm: show progress.
+
+        Raises:
+          ValueError: the engine was built without `scoring`, or the text is too short.
+        """
+        return scoring.perplexity(self._scorer(use_tqdm), text, stride)
+
+    def _batch(self, use_tqdm: bool) -> Batch:
+        return Batch(self._loop, self._submit, use_tqdm=use_tqdm)
+
+    def _scorer(self, use_tqdm: bool) -> scoring.Scorer:
+        return scoring.Scorer(self.engine_config, self._ids_of, self._batch(use_tqdm))
 
     def close(self) -> None:
         """Frees the device memory; the object cannot be used afterwards."""
@@ -264,34 +268,14 @@ class LLM:
     ) -> RequestState:
         if self.is_closed:
             raise ValueError("this LLM is closed")
-        ids = prompt.token_ids
-        if ids is None:
-            # A rendered chat brings its own first token.
-            ids = self._require_tokenizer().encode(
-                prompt.text or "", add_bos=not prompt.is_chat
-            )
+        # A rendered chat brings its own first token.
+        ids = self._ids_of(prompt, not prompt.is_chat)
         return self._loop.submit(ids, params, prompt=prompt.text, **options)
 
-    def _finish_all(self, states: list[RequestState], use_tqdm: bool) -> None:
-        waiting = {s.request_id for s in states if not s.is_finished}
-        num_tokens = sum(state.num_tokens for state in states)
-        with tqdm.tqdm(
-            total=len(waiting), disable=not use_tqdm, unit="request", dynamic_ncols=True
-        ) as bar:
-            while waiting:
-                news = self._loop.turn()
-                num_tokens += len(news)
-                ended = {s.request_id for s in news if s.is_finished} & waiting
-                if ended:
-                    waiting -= ended
-                    bar.update(len(ended))
-                if use_tqdm:
-                    elapsed = max(bar.format_dict["elapsed"], 1e-9)
-                    bar.set_postfix_str(f"{num_tokens / elapsed:.1f} tokens/s", False)
-
-
-def _running(states: list[RequestState | RequestOutput]) -> list[RequestState]:
-    return [state for state in states if isinstance(state, RequestState)]
+    def _ids_of(self, prompt: prompts.Prompt, add_bos: bool) -> Sequence[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        return self._require_tokenizer().encode(prompt.text or "", add_bos=add_bos)
 
 
 def _as_config(config: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:

@@ -18,22 +18,20 @@ from typing import Any
 
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.batch import StepPlan, plan_step
+from headrace.engine.grammar_rows import advance_grammar, fill_masks
 from headrace.engine.interrupts import interrupts_wait
 from headrace.engine.kv_cache_manager import KVCacheManager
 from headrace.engine.meter import Meter
 from headrace.engine.model_runner import ModelRunner
+from headrace.engine.new_request import make_request, make_siblings
 from headrace.engine.outputs import FinishReason
 from headrace.engine.prefix_hash import chain_seed, name_pages
-from headrace.engine.request import (
-    Request,
-    RequestStatus,
-    make_request,
-    make_siblings,
-)
+from headrace.engine.request import Request, RequestStatus
 from headrace.engine.request_state import CompletionState, RequestState
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.schedule import Schedule
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.text_rules import TextRules
 from headrace.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,6 +62,7 @@ class EngineLoop:
         assert config.num_pages and config.max_context_len
         self._runner, self._config, self._model_config = runner, config, model_config
         self._tokenizer = tokenizer
+        self._text = TextRules(tokenizer, model_config)
         self._identity = identity
         self._manager = KVCacheManager(config.num_pages, config.page_size)
         self._scheduler = Scheduler(
@@ -123,11 +122,11 @@ class EngineLoop:
                 prompt=prompt,
                 model_config=self._model_config,
                 engine_config=self._config,
+                bad_ids=self._text.bad_ids(params),
+                grammar=self._text.grammar(params),
             )
             if self._config.multi_tenant and not tenant:
                 raise ValueError("multi_tenant is on: a request must name its tenant")
-            if params.stop and self._tokenizer is None:
-                raise ValueError("stop needs a tokenizer, which this model has not")
             request.priority, request.tenant = priority, tenant
             for name, seconds in (
                 ("deadline_s", deadline_s),
@@ -171,7 +170,7 @@ class EngineLoop:
                 self._fail(error)
                 raise RuntimeError(self._failure) from error
 
-    def cancel(self, *states: RequestState, reason: FinishReason = "abort") -> None:
+    def cancel(self, *states: RequestState, reason: FinishReason = "cancelled") -> None:
         """Ends requests that still run, with what they have."""
         with self.lock:
             for completion in _completions(states):
@@ -204,18 +203,28 @@ class EngineLoop:
             }
 
     def _turn(self) -> list[RequestState]:
-        schedule = self._scheduler.schedule()
-        if schedule is not None:
-            plan = plan_step(schedule, self._config, self._runner.layout)
-            self._runner.dispatch(plan)
+        schedule, runner = self._scheduler.schedule(), self._runner
         before, self._in_flight = self._in_flight, None
         if schedule is not None:
+            plan = plan_step(schedule, self._config, runner.layout)
+            runner.dispatch_forward(plan)
             self._in_flight = (schedule, plan)
+            if not plan.has_grammar:
+                runner.dispatch_sample(plan, None)
         self.meter.count_preemptions(self._scheduler.num_preemptions)
         updated: list[Request] = []
         if before is not None:
             updated = self._take_in(*before)
-        elif schedule is None and self._scheduler.has_work:
+        if schedule is not None and plan.has_grammar:
+            # Masks follow from the tokens just read, while `forward` runs.
+            slots, words = runner.layout.num_slots, runner.num_mask_words
+            mask_BW, failed = fill_masks(schedule, slots, words)
+            runner.dispatch_sample(plan, mask_BW)
+            for request in failed:
+                self._end_early(request, "error")
+                self.meter.count_end(request)
+            updated += failed
+        elif before is None and schedule is None and self._scheduler.has_work:
             time.sleep(0.001)  # an idle engine that waits for more prompts
         line = self.meter.metrics.log_line(time.perf_counter(), *self._gauges())
         if line is not None:
@@ -232,12 +241,18 @@ class EngineLoop:
         self.meter.count_step(schedule, plan, len(updated))
         for request in updated:
             completion = self._states[request.request_id][1]
+            is_over = advance_grammar(request)
             completion.add_token()
-            if completion.stopped_by is not None and not request.is_finished:
-                self._scheduler.abort(request.request_id, "stop")
-                completion.end()
+            is_over |= completion.stopped_by is not None
+            if is_over and not request.is_finished:
+                self._end_early(request, "error" if request.finish_message else "stop")
             self.meter.count_token(request)
         return updated
+
+    def _end_early(self, request: Request, reason: FinishReason) -> None:
+        """The host ends a request that the device would go on with."""
+        self._scheduler.abort(request.request_id, reason)
+        self._states[request.request_id][1].end()
 
     def _gauges(self) -> tuple[int, int, float]:
         """Running, waiting, and the share of pages in use."""

@@ -8,15 +8,16 @@ import collections
 import concurrent.futures
 import logging
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from headrace.configs.schema import EngineConfig, ModelConfig
-from headrace.engine import steps
 from headrace.engine.batch import StepPlan
 from headrace.engine.ledger import Ledger, LedgerEntry
+from headrace.engine.logprobs import TokenScores
 from headrace.engine.page_moves import (
     PAGES_PER_MOVE,
     HostPages,
@@ -33,11 +34,14 @@ from headrace.engine.programs import (
     ProgramKey,
     describe,
     layout_of,
+    num_mask_words,
+    num_top,
     program_keys,
     program_name,
 )
 from headrace.engine.request import Request
-from headrace.engine.schedule import PageCopy, PageMove, StepResult
+from headrace.engine.sample_step import StepOutput
+from headrace.engine.schedule import PageCopy, PageMove, Scores, StepResult
 from headrace.engine.slots import empty_slots
 from headrace.layers import kv_cache as kv
 from headrace.layers.inputs import Params
@@ -74,7 +78,7 @@ class ModelRunner:
         self._model = model or build_model(model_config, config.param_dtype)
         self._store = store
         self._programs: dict[ProgramKey, Any] = {}
-        self._pending: collections.deque[steps.StepOutput] = collections.deque()
+        self._pending: collections.deque[_Pending] = collections.deque()
         self.kv_cache = kv.allocate(
             model_config,
             num_pages=config.num_pages,
@@ -84,7 +88,9 @@ class ModelRunner:
         rows = self.layout.num_slots
         self.logits_BQV = jnp.zeros((rows, 1, model_config.vocab_size), jnp.float32)
         self.slots = empty_slots(self.layout)
-        self.extras = empty_extras(rows, model_config.vocab_size)
+        self.extras = empty_extras(rows, model_config.vocab_size, config.max_bad_words)
+        self.num_mask_words = num_mask_words(model_config.vocab_size)
+        self._no_mask = jnp.full((rows, self.num_mask_words), -1, jnp.int32)
         page = kv.page_bytes(self.kv_cache)
         self.host_pages = HostPages(self.kv_cache, (config.host_kv_bytes or 0) // page)
 
@@ -103,7 +109,7 @@ class ModelRunner:
             operands,
             model=self._model,
             layout=self.layout,
-            num_top=self.config.max_logprobs,
+            num_top=num_top(self.config),
         )
 
     def compile_all(self) -> None:
@@ -116,21 +122,6 @@ class ModelRunner:
             for entry in entries:
                 self.ledger.add(entry)
                 logger.info("%s: %s in %.2f s", entry.name, entry.source, entry.seconds)
-
-    def facts_to_store(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """What the next start need not find out again, with what was stored before.
-
-        Starts with and without host memory share programs, so each adds its own.
-        """
-        entries = self.ledger.entries.values()
-        classes = {e.name: e.bit_class for e in entries if e.role != "moving"}
-        memory = stored.get("memory", {}) | self.memory_facts()
-        return {"memory": memory, "classes": classes}
-
-    def memory_facts(self) -> dict[str, list[int]]:
-        """Temporary and aliased bytes per program, to be stored with them."""
-        entries = self.ledger.entries.values()
-        return {e.name: [e.temp_bytes, e.alias_bytes] for e in entries}
 
     def _build(self, key: ProgramKey, stored: dict[str, Any]) -> LedgerEntry:
         start, name = time.perf_counter(), program_name(key)
@@ -173,43 +164,73 @@ class ModelRunner:
             )
         return self._programs[key]
 
-    def forward(self, key: ProgramKey, packed: jax.Array) -> None:
-        """Dispatches one decode or prefill call."""
-        self.kv_cache, self.logits_BQV = self.program(key)(
+    def forward(self, key: ProgramKey, packed: jax.Array) -> TokenScores | None:
+        """Dispatches one decode, prefill or score call; the last gives scores."""
+        self.kv_cache, self.logits_BQV, *scores = self.program(key)(
             self.params, self.kv_cache, self.logits_BQV, self.slots, packed
         )
+        return scores[0] if scores else None
 
-    def sample(self, key: ProgramKey, packed: jax.Array) -> steps.StepOutput:
-        """Dispatches one sample call; the slot state moves on."""
-        extras = self.extras if key[1] == "full" else None
+    def sample(
+        self, key: ProgramKey, packed: jax.Array, mask_BW: jax.Array | None = None
+    ) -> StepOutput:
+        """Dispatches one sample call; the slot state moves on.
+
+        Args:
+          key: of a sample program.
+          packed: this step's changes.
+          mask_BW: ids that grammars allow; None allows all.
+        """
+        args: tuple[Any, ...] = ()
+        if key[1] == "full":
+            args = (self.extras, self._no_mask if mask_BW is None else mask_BW)
         self.slots, output, extras = self.program(key)(
-            self.slots, self.logits_BQV, packed, extras
+            self.slots, self.logits_BQV, packed, *args
         )
         self.extras = extras or self.extras
         return output
 
-    def dispatch(self, plan: StepPlan) -> None:
-        """Dispatches a whole step; a later `read_step` gives its result."""
+    def dispatch_forward(self, plan: StepPlan) -> None:
+        """Dispatches a step up to its logits; `dispatch_sample` goes on with it."""
         self._copy(plan.copies)
         for move in plan.saves:
             self._save(move)
         for move in plan.loads:
             self._load(move)
         # A new array each step: the device may still read the one before.
-        packed = jnp.asarray(plan.packed)
+        self._packed = jnp.asarray(plan.packed)
+        self._scores = None
         if plan.decode_bucket is not None:
-            self.forward(("decode", plan.decode_bucket), packed)
+            self.forward(("decode", plan.decode_bucket), self._packed)
         if plan.prefill_shape is not None:
-            self.forward(("prefill", plan.prefill_shape), packed)
+            kind = "score" if plan.does_score else "prefill"
+            self._scores = self.forward((kind, plan.prefill_shape), self._packed)
         for request, row in plan.extras:
             self._set_extras(request, row)
+
+    def dispatch_sample(self, plan: StepPlan, mask_BW: np.ndarray | None) -> None:
+        """Dispatches the rest of a step; a later `read_step` gives its result.
+
+        Args:
+          plan: of the `dispatch_forward` just before.
+          mask_BW: see `sample`.
+        """
+        mask = None if mask_BW is None else jnp.asarray(mask_BW)
         key = ("sample", plan.variant, plan.sample_bucket)
-        self._pending.append(self.sample(key, packed))
+        output = self.sample(key, self._packed, mask)
+        logits = {
+            slot: self.program(("logits",))(self.logits_BQV, jnp.int32(slot))
+            for slot in plan.logits_slots
+        }
+        self._pending.append(_Pending(output, logits, self._scores))
 
     def _set_extras(self, request: Request, row: int) -> None:
-        count_V, bias_V = extras_of(request, self.model_config.vocab_size)
+        one = extras_of(
+            request, self.model_config.vocab_size, self.config.max_bad_words
+        )
+        leaves = (one.count_V, one.bias_V, one.bad_NL, one.recent_L)
         self.extras = self.program(("extras",))(
-            self.extras, jnp.int32(row), jnp.asarray(count_V), jnp.asarray(bias_V)
+            self.extras, jnp.int32(row), *map(jnp.asarray, leaves)
         )
 
     def _copy(self, copies: tuple[PageCopy, ...]) -> None:
@@ -236,14 +257,13 @@ class ModelRunner:
 
     def read_step(self) -> StepResult:
         """Waits for the oldest step not read yet and brings its tokens to the host."""
-        output = self.read(self._pending.popleft())
+        output, logits, prompt_scores = self.read(self._pending.popleft())
         return StepResult(
             token_ids=output.token_B,
             finish_codes=output.finish_B,
-            logprob=output.logprob_B,
-            rank=output.rank_B,
-            top_ids=output.top_ids_BJ,
-            top_logprobs=output.top_logprobs_BJ,
+            scores=_on_host(output.scores),
+            logits=logits,
+            prompt_scores=_on_host(prompt_scores),
         )
 
     def read(self, arrays: Any) -> Any:
@@ -254,7 +274,20 @@ class ModelRunner:
         """Frees the device memory that this runner holds."""
         self._programs.clear()
         for leaf in jax.tree.leaves(
-            (self.kv_cache, self.logits_BQV, self.slots, self.extras)
+            (self.kv_cache, self.logits_BQV, self.slots, self.extras, self._no_mask)
         ):
             leaf.delete()
         self.params = {}
+
+
+class _Pending(NamedTuple):
+    """A step that the host has not read."""
+
+    output: StepOutput
+    logits: dict[int, jax.Array]
+    prompt_scores: TokenScores | None
+
+
+def _on_host(scores: TokenScores | None) -> Scores | None:
+    """The numpy arrays that were read, under their host-side name."""
+    return None if scores is None else Scores(*scores)  # type: ignore[arg-type]

@@ -4,7 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "timeout", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "rejected", "error"]
+# By whether it was the time in the queue.
+TIME_OVER = {
+    False: "its deadline_s is over",
+    True: "it waited longer than its queue_timeout_s",
+}
+NOTHING_ALLOWED = (
+    "no token may come next: logit_bias, allowed_token_ids, bad_words, min_tokens and "
+    "structured_outputs together forbid all of them"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,8 +47,10 @@ class CompletionOutput:
     """One completion of a prompt.
 
     Attributes:
-      finish_reason: "stop", "length", "abort", "deadline" (its time is over, with what
-        it has), "timeout" (it waited too long to begin) or "error"; None while it runs.
+      finish_reason: "stop", "length", "cancelled", "deadline" (its time is over, with
+        what it has), "rejected" (it waited too long to begin) or "error"; None while
+        it runs.
+      finish_message: what `finish_reason` leaves open.
       stop_reason: the string of `stop` or the id of `stop_token_ids` that ended it.
       seed: reproduces this completion.
     """
@@ -50,6 +61,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
+    finish_message: str | None = None
     stop_reason: int | str | None = None
     seed: int | None = None
 
@@ -63,6 +75,7 @@ class RequestOutput:
     """A request's completions so far.
 
     Attributes:
+      prompt_logprobs: per prompt token, None for the first; where asked.
       error: why the request could not run; its finish_reason is then "error".
     """
 
@@ -71,5 +84,6 @@ class RequestOutput:
     prompt_token_ids: Sequence[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None

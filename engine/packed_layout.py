@@ -12,7 +12,8 @@ words travel as their bits.
     then per row           slot, start, length, is_last, resumes, position, last token,
                            remaining, source, seed (2 words), temperature, top_k,
                            top_p, min_p, has extras, min position, presence,
-                           frequency, repetition, stop ids [S], page table [M]
+                           frequency, repetition, next token, stop ids [S], page
+                           table [M]
     then                   prefill tokens, row-major
 """
 
@@ -29,6 +30,7 @@ ROW_FIELDS = (
     "slot", "start", "length", "is_last", "resumes", "position", "last_token",
     "remaining", "source", "seed_low", "seed_high", "temperature", "top_k", "top_p",
     "min_p", "has_extras", "min_position", "presence", "frequency", "repetition",
+    "next_token",
 )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from headrace.engine.model_runner import ModelRunner
-from headrace.engine.programs import VARIANTS, program_name
+from headrace.engine.probe_sampling import probe_sampling
+from headrace.engine.programs import ProgramKey, program_name
 from headrace.engine.slots import SlotState, empty_slots
 
 # Marks a program whose own bits depend on the row or on its neighbours.
@@ -28,16 +29,20 @@ def probe(runner: ModelRunner) -> dict[str, str]:
     """
     case, config = _ProbeCase.make(runner), runner.config
     prints: dict[str, set[str]] = {}
-    fills = {shape: case.fill(shape) for shape in config.prefill_shapes or ()}
+    shapes = config.prefill_shapes or ()
+    if config.scoring:
+        for shape in shapes:
+            prints[program_name(("score", shape))] = case.fill(("score", shape))
+    fills = {shape: case.fill(("prefill", shape)) for shape in shapes}
     for shape, found in fills.items():
         prints[program_name(("prefill", shape))] = found
     best = best_shapes({s: _letter_of(found) for s, found in fills.items()})
     if list(fills)[-1] not in best:
         # Decoding continues what the shapes that will be kept have filled.
-        case.fill(best[0])
+        case.fill(("prefill", best[0]))
     for bucket in config.decode_batch_sizes or ():
         prints[program_name(("decode", bucket))] = case.generate(bucket)
-    prints |= _probe_sampling(case)
+    prints |= probe_sampling(runner)
     letters: dict[tuple[str, str], str] = {}
     classes = {}
     for name, found in prints.items():
@@ -68,22 +73,6 @@ def _letter_of(found: set[str]) -> str:
     return "|".join(sorted(found)) + UNSTEADY * (len(found) > 1)
 
 
-def _probe_sampling(case: "_ProbeCase") -> dict[str, set[str]]:
-    """A greedy program serves greedy rows only, so only those are compared."""
-    buckets = case.runner.config.decode_batch_sizes or ()
-    prints = {}
-    for variant in VARIANTS:
-        for bucket in buckets:
-            key = ("sample", variant, bucket)
-            prints[program_name(key)] = case.draw(key)
-    full = prints[program_name(("sample", "full", buckets[-1]))]
-    for bucket in buckets:
-        name = program_name(("sample", "greedy", bucket))
-        if all(f.split(",")[0] in prints[name] for f in full):
-            prints[name] = full
-    return prints
-
-
 @dataclasses.dataclass(frozen=True)
 class _ProbeCase:
     """One request, its pages, and company to run it with."""
@@ -110,35 +99,33 @@ class _ProbeCase:
         table_M[:used] = 1 + np.arange(used)
         return cls(runner, tokens.astype(np.int32), prompt_len, table_M)
 
-    def fill(self, shape: tuple[int, int]) -> set[str]:
+    def fill(self, key: ProgramKey) -> set[str]:
         """Prefills in chunks of this shape, as the last row and then as the first.
 
         The other rows hold shorter prompts whose pages are all the dummy page. Once
         the first chunk is one page long, since a prefix found in the cache makes the
         others start at any page.
         """
-        R, T = shape
+        R, T = key[1]
         prints = set()
         for row, first in {(R - 1, T), (0, T), (0, min(T, self._page_size))}:
             start, length = 0, first
             while start < self.prompt_len:
                 length = min(length, self.prompt_len - start)
-                self._fill_one(shape, row, start, length)
+                self._fill_one(key, row, start, length)
                 start, length = start + length, T
             rows = [self.runner.read(self.runner.logits_BQV[0, 0])]
             self.prompt_logits[:] = rows
             # What decoding computes too, to compare the roles.
             for step in range(_DECODE_STEPS):
-                self._fill_one(shape, row, self.prompt_len + step, 1)
+                self._fill_one(key, row, self.prompt_len + step, 1)
                 rows.append(self.runner.read(self.runner.logits_BQV[0, 0]))
             prints.add(self._fingerprint(rows))
         return prints
 
-    def _fill_one(
-        self, shape: tuple[int, int], row: int, start: int, length: int
-    ) -> None:
-        packed = self._chunk(shape, row, start, length)
-        self.runner.forward(("prefill", shape), jnp.asarray(packed))
+    def _fill_one(self, key: ProgramKey, row: int, start: int, length: int) -> None:
+        packed = self._chunk(key[1], row, start, length)
+        self.runner.forward(key, jnp.asarray(packed))
 
     @property
     def _page_size(self) -> int:
@@ -171,36 +158,6 @@ class _ProbeCase:
                 rows.append(self.runner.read(self.runner.logits_BQV[slot, 0]))
             prints.add(self._fingerprint(rows))
         return prints
-
-    def draw(self, key: tuple) -> set[str]:
-        """Samples fixed logits: as a greedy row, and with noise and every filter."""
-        B, _, V = self.runner.logits_BQV.shape
-        rng = np.random.default_rng(7)
-        row_QV = rng.standard_normal((1, V), dtype=np.float32) * 3
-        self.runner.logits_BQV = jnp.tile(jnp.array(row_QV), (B, 1, 1))
-        filters = [(0.0, 0, 1.0, 0.0)]
-        if key[1] != "greedy":
-            filters += [(0.8, 0, 1.0, 0.0), (0.8, 40, 0.9, 0.0), (0.8, 0, 1.0, 0.1)]
-        return {
-            ",".join(str(self._draw_one(key, slot, one)) for one in filters)
-            for slot in (0, key[2] - 1)
-        }
-
-    def _draw_one(
-        self, key: tuple, slot: int, filters: tuple[float, int, float, float]
-    ) -> int:
-        runner, B = self.runner, self.runner.layout.num_slots
-        runner.slots = dataclasses.replace(
-            self._slots(key[2], slot, True, 0),
-            temperature_B=jnp.full(B, filters[0], jnp.float32),
-            top_k_B=jnp.full(B, filters[1], jnp.int32),
-            top_p_B=jnp.full(B, filters[2], jnp.float32),
-            min_p_B=jnp.full(B, filters[3], jnp.float32),
-            seed_B2=jnp.full((B, 2), 11, jnp.uint32),
-            position_B=jnp.full(B, 5, jnp.int32),
-        )
-        output = runner.read(runner.sample(key, self._decode_flag()))
-        return int(output.token_B[slot])
 
     def _slots(self, bucket: int, slot: int, company: bool, step: int) -> SlotState:
         layout = self.runner.layout

@@ -49,14 +49,18 @@ _CODE = (
     "pallas_kernels/**/*.py",
     "pallas_kernels/**/*.cc",
     "pallas_kernels/**/*.h",
+    "engine/logprobs.py",
     "engine/packed_layout.py",
     "engine/page_moves.py",
     "engine/probe.py",
+    "engine/probe_sampling.py",
     "engine/processors.py",
     "engine/programs.py",
+    "engine/sample_step.py",
     "engine/sampler.py",
     "engine/slots.py",
     "engine/steps.py",
+    "engine/thresholds.py",
     "engine/warmup.py",
 )
 

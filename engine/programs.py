@@ -15,22 +15,26 @@ from jaxtyping import Array, Float
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine import page_moves, steps
+from headrace.engine.logprobs import TokenScores
 from headrace.engine.packed_layout import PackedLayout, num_packed_rows
 from headrace.engine.page_moves import PAGES_PER_MOVE
 from headrace.engine.processors import Extras, set_extras
-from headrace.engine.sampling_params import SampleVariant
+from headrace.engine.sample_step import StepOutput, sample
+from headrace.engine.sampling_params import TOP_ON_DEVICE, SampleVariant
 from headrace.engine.slots import SlotState
 from headrace.layers.inputs import KVCache, Params
 
 VARIANTS: tuple[SampleVariant, ...] = typing.get_args(SampleVariant)
 
-# ("decode", b), ("prefill", (R, T)), ("sample", variant, b), ("extras",),
-# ("copy", J), ("save", J), ("load", J)
+# ("decode", b), ("prefill", (R, T)), ("score", (R, T)), ("sample", variant, b),
+# ("logits",), ("extras",), ("copy", J), ("save", J), ("load", J)
 ProgramKey = tuple
 ROLES = {
     "decode": "generating",
     "prefill": "filling",
+    "score": "filling",
     "sample": "sampling",
+    "logits": "moving",
     "extras": "moving",
     "copy": "moving",
     "save": "moving",
@@ -61,8 +65,8 @@ class Program(typing.NamedTuple):
 def program_name(key: ProgramKey) -> str:
     """The key as the ledger prints it."""
     kind, *rest = key
-    if kind == "prefill":
-        return f"prefill[{rest[0][0]}x{rest[0][1]}]"
+    if kind in ("prefill", "score"):
+        return f"{kind}[{rest[0][0]}x{rest[0][1]}]"
     return f"{kind}[{', '.join(str(part) for part in rest)}]" if rest else kind
 
 
@@ -74,11 +78,14 @@ def program_keys(config: EngineConfig, *, can_move: bool) -> list[ProgramKey]:
       can_move: pages go to host memory and back.
     """
     buckets, shapes = config.decode_batch_sizes or (), config.prefill_shapes or ()
+    has_rows = not 0 <= config.max_logprobs <= TOP_ON_DEVICE
     moves = ("copy", "save", "load") if can_move else ("copy",)
     return [
         *(("decode", bucket) for bucket in buckets),
         *(("prefill", shape) for shape in shapes),
+        *(("score", shape) for shape in shapes if config.scoring),
         *(("sample", variant, b) for variant in VARIANTS for b in buckets),
+        *((("logits",),) if has_rows else ()),
         ("extras",),
         *((kind, PAGES_PER_MOVE) for kind in moves),
     ]
@@ -115,17 +122,19 @@ def describe(
       layout: of the packed array.
       num_top: log-probabilities per token.
     """
-    kind, cache = key[0], operands.kv_cache
+    kind, cache, logits_BQV = key[0], operands.kv_cache, operands.logits_BQV
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
     if kind == "sample":
         return _sample(key, operands, packed, layout, num_top)
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    if kind == "logits":
+        return Program(steps.logits_row, (logits_BQV, row), (), 0)
     if kind == "extras":
-        V = operands.logits_BQV.shape[-1]
-        row = jax.ShapeDtypeStruct((), jnp.int32)
-        count_V, bias_V = (
-            jax.ShapeDtypeStruct((V,), dtype) for dtype in (jnp.int32, jnp.float32)
-        )
-        args: tuple[Any, ...] = (operands.extras, row, count_V, bias_V)
+        rows = [
+            jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+            for leaf in jax.tree.leaves(operands.extras)
+        ]
+        args: tuple[Any, ...] = (operands.extras, row, *rows)
         return Program(set_extras, args, (0,), operands.extras)
     if kind in ("copy", "save", "load"):
         ids, data = page_moves.move_example(cache)
@@ -134,14 +143,17 @@ def describe(
         if kind == "save":
             return Program(page_moves.save_pages, (cache, ids), (), data)
         return Program(page_moves.load_pages, (cache, ids, data), (0,), cache)
+    args = (operands.params, cache, logits_BQV, operands.slots, packed)
     common = {"model": model, "layout": layout}
     if kind == "decode":
-        function = functools.partial(steps.decode_forward, bucket=key[1], **common)
-    else:
-        function = functools.partial(steps.prefill_forward, shape=key[1], **common)
-    logits_BQV = operands.logits_BQV
-    args = (operands.params, cache, logits_BQV, operands.slots, packed)
-    return Program(function, args, (1, 2), (cache, logits_BQV))
+        decode = functools.partial(steps.decode_forward, bucket=key[1], **common)
+        return Program(decode, args, (1, 2), (cache, logits_BQV))
+    common["shape"] = key[1]
+    if kind == "prefill":
+        prefill = functools.partial(steps.prefill_forward, **common)
+        return Program(prefill, args, (1, 2), (cache, logits_BQV))
+    score = functools.partial(steps.score_forward, num_top=num_top, **common)
+    return Program(score, args, (1, 2), (cache, logits_BQV, _scores()))
 
 
 def _sample(
@@ -153,14 +165,31 @@ def _sample(
 ) -> Program:
     _, variant, bucket = key
     function = functools.partial(
-        steps.sample, layout=layout, bucket=bucket, variant=variant, num_top=num_top
+        sample, layout=layout, bucket=bucket, variant=variant, num_top=num_top
     )
-    is_full = variant == "full"
-    extras = operands.extras if is_full else None
-    args = (operands.slots, operands.logits_BQV, packed, extras)
-    donated = (0, 3) if is_full else (0,)
-    # Written out, not traced: a warm start has many of these.
-    fields = [field.name for field in dataclasses.fields(steps.StepOutput)]
-    asked: Any = dict.fromkeys(fields if is_full else ("token_B", "finish_B"), 0)
-    output = steps.StepOutput(**asked)
+    args: tuple[Any, ...] = (operands.slots, operands.logits_BQV, packed)
+    output, extras = StepOutput(token_B=0, finish_B=0), None  # type: ignore[arg-type]
+    donated: tuple[int, ...] = (0,)
+    if variant == "full":
+        extras, donated = operands.extras, (0, 3)
+        num_rows, _, V = operands.logits_BQV.shape
+        mask = jax.ShapeDtypeStruct((num_rows, num_mask_words(V)), jnp.int32)
+        args = (*args, extras, mask)
+        output = dataclasses.replace(output, scores=_scores())
     return Program(function, args, donated, (operands.slots, output, extras))
+
+
+def _scores() -> TokenScores:
+    """Stands for a result. Written out, not traced: a warm start has many of these."""
+    return TokenScores(*[0] * len(TokenScores._fields))  # type: ignore[arg-type]
+
+
+def num_top(config: EngineConfig) -> int:
+    """The likeliest tokens that programs find; a host that wants more takes logits."""
+    limit = config.max_logprobs
+    return TOP_ON_DEVICE if limit == -1 else min(limit, TOP_ON_DEVICE)
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """32-bit words of a mask over the vocabulary."""
+    return -(-vocab_size // 32)

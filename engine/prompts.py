@@ -7,6 +7,7 @@ from typing import Any
 from headrace.engine.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
+ParamsLike = SamplingParams | Sequence[SamplingParams] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

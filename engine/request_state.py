@@ -48,7 +48,7 @@ class CompletionState:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_delta` would tell something."""
+        """Whether `take_news` would tell something."""
         is_end_news = self.is_finished and not self.has_told_end
         return is_end_news or self.num_tokens > self._num_told
 
@@ -64,7 +64,7 @@ class CompletionState:
         """
         request = self.request
         if self._logprobs is not None:
-            self._logprobs.append(self._named(request.output_logprobs[-1]))
+            self._logprobs.append(self.named(request.output_logprobs[-1]))
         params, count = request.params, self.num_tokens + 1
         hides = (
             request.finish_reason == "stop" and not params.include_stop_str_in_output
@@ -95,7 +95,8 @@ class CompletionState:
         self._text.append(text)
         self.is_finished = True
 
-    def _named(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+    def named(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """A token's log-probabilities as users see them."""
         return {
             token_id: Logprob(value, rank, self._token_text(token_id))
             for token_id, (value, rank) in entry.items()
@@ -122,14 +123,16 @@ class CompletionState:
             ),
             logprobs=None if logprobs is None else logprobs[start:ready],
             finish_reason=request.finish_reason if is_ended else None,
+            finish_message=request.finish_message if is_ended else None,
             stop_reason=request.stop_reason if is_ended else None,
             seed=request.seed,
         )
 
-    def take_delta(self) -> CompletionOutput:
-        """What came since the last call."""
-        output = self.output(self._num_told)
-        self._num_told += len(output.token_ids)
+    def take_news(self) -> CompletionOutput:
+        """What came since the last call; all so far where the request asks for that."""
+        start = self._num_told if self.request.params.output_kind == "delta" else 0
+        output = self.output(start)
+        self._num_told = start + len(output.token_ids)
         self.has_told_end = output.finished()
         return output
 
@@ -145,6 +148,8 @@ class RequestState:
     def __init__(self, requests: list[Request], tokenizer: Tokenizer | None) -> None:
         self.request = requests[0]
         self.completions = [CompletionState(r, tokenizer) for r in requests]
+        self._has_told_prompt = False
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def request_id(self) -> str:
@@ -163,7 +168,9 @@ class RequestState:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_delta` would tell something."""
+        """Whether `take_news` would tell something."""
+        if self.request.params.output_kind == "final_only" and not self.is_finished:
+            return False
         return any(one.has_news for one in self.completions)
 
     def output(self) -> RequestOutput:
@@ -171,10 +178,17 @@ class RequestState:
         outputs = [one.output() for one in self.completions]
         return self._output(outputs, all(one.finished() for one in outputs))
 
-    def take_delta(self) -> RequestOutput:
-        """What came since the last call: the completions with news."""
-        news = [one.take_delta() for one in self.completions if one.has_news]
-        return self._output(news, all(one.has_told_end for one in self.completions))
+    def take_news(self) -> RequestOutput:
+        """What came since the last call: the completions with news.
+
+        The prompt's log-probabilities come once in a stream of deltas, with the first.
+        """
+        news = [one.take_news() for one in self.completions if one.has_news]
+        output = self._output(news, all(one.has_told_end for one in self.completions))
+        if self._has_told_prompt and self.request.params.output_kind == "delta":
+            output.prompt_logprobs = None
+        self._has_told_prompt = True
+        return output
 
     def _output(
         self, outputs: list[CompletionOutput], is_finished: bool
@@ -188,6 +202,7 @@ class RequestState:
             prompt_token_ids=request.prompt_token_ids,
             outputs=outputs,
             finished=is_finished,
+            prompt_logprobs=self._named_prompt(),
             metrics=RequestMetrics(
                 arrival_s=request.arrival_s,
                 first_token_s=min((s for s in firsts if s is not None), default=None),
@@ -196,6 +211,17 @@ class RequestState:
                 num_output_tokens=self.num_tokens,
             ),
         )
+
+    def _named_prompt(self) -> list[dict[int, Logprob] | None] | None:
+        """What is known of the prompt; made once, since it can be long."""
+        found = self.request.prompt_logprobs
+        if found is None or self._prompt_logprobs is not None:
+            return self._prompt_logprobs
+        name = self.completions[0].named
+        named = [None if entry is None else name(entry) for entry in found]
+        if None not in named[1:]:
+            self._prompt_logprobs = named
+        return named
 
 
 def error_output(prompt: Prompt, request_id: str, message: str) -> RequestOutput:

@@ -12,6 +12,7 @@ import numpy as np
 
 from headrace.engine.compaction import plan_swaps, swaps_to_sources
 from headrace.engine.request import Request
+from headrace.engine.schedule import RowNeeds
 
 
 class RunningSet:
@@ -34,6 +35,7 @@ class RunningSet:
         self._rows: tuple[Request, ...] = ()
         self._slots = np.zeros(0, np.int64)
         self._num_rows = 0
+        self._needs = RowNeeds()
 
     @property
     def num_free(self) -> int:
@@ -75,6 +77,11 @@ class RunningSet:
         """Requests that can decode a token now, and their slots, ascending."""
         self._refresh()
         return self._rows, self._slots
+
+    def decode_needs(self) -> RowNeeds:
+        """What `decode_rows` ask of a sample call."""
+        self._refresh()
+        return self._needs
 
     def short_of_room(self) -> np.ndarray:
         """Slots among them whose next token does not fit into their pages."""
@@ -124,6 +131,7 @@ class RunningSet:
         self._rows = tuple([row for row in rows if row is not None])
         assert len(self._rows) == slots.size, "a decoding slot without a request"
         self._slots = slots
+        self._needs = RowNeeds.of(self._rows)
         taken = [slot for slot, holder in enumerate(self.holders) if holder is not None]
         self._num_rows = taken[-1] + 1 if taken else 0
         self._is_stale = False

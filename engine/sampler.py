@@ -2,15 +2,19 @@
 
 The noise is a counter-based hash of (seed, position, token id), so it needs no key
 array, is the same for a sharded vocabulary, and a token depends on no neighbour. The
-vocabulary is never sorted: top-k and top-p find their thresholds by bisection over
-the ordered bit patterns of the logits, 32 passes, exact.
+vocabulary is never sorted: see thresholds.py.
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
+
+from headrace.engine.thresholds import (
+    keep_from_largest,
+    row_sum,
+    top_k_by_digits,
+    top_k_by_halving,
+)
 
 _ARGMAX_BLOCK = 128
 
@@ -44,40 +48,25 @@ def gumbel_noise(
     return -jnp.log(-jnp.log1p(-uniform_BV))
 
 
-def _ordered_bits(x: Float[Array, "*X"]) -> Int[Array, "*X"]:
-    """Maps float32 to int32 so that the order of numbers is the order of ints."""
-    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.int32)  # -0.0 becomes 0.0
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-
-
-def _bisect(
-    holds: Callable[[Bool[Array, "B V"]], Bool[Array, "B 1"]], key_BV: Int[Array, "B V"]
-) -> Int[Array, "B 1"]:
-    """Largest t per row with holds(key >= t); holds is true for the smallest t."""
-
-    def halve(_: Int[Array, ""], bounds: tuple) -> tuple:
-        low, high = bounds  # holds(low), not holds(high)
-        # Overflow-free mean of two int32, rounded down.
-        middle = (low & high) + ((low ^ high) >> 1)
-        good = holds(key_BV >= middle)
-        return jnp.where(good, middle, low), jnp.where(good, high, middle)
-
-    low = jnp.full((key_BV.shape[0], 1), -(2**31), jnp.int32)
-    high = jnp.full_like(low, 2**31 - 1)
-    return jax.lax.fori_loop(0, 32, halve, (low, high))[0]
-
-
 def keep_top_k(
     z_BV: Float[Array, "B V"], top_k_B: Int[Array, " B"]
 ) -> Bool[Array, "B V"]:
     """The k largest of each row (ties with the k-th kept); k = 0 keeps all."""
-    key_BV = _ordered_bits(z_BV)
     k_B1 = top_k_B[:, None]
+    kept_BV = jax.lax.platform_dependent(
+        z_BV, k_B1, cpu=top_k_by_halving, default=top_k_by_digits
+    )
+    return kept_BV | (k_B1 <= 0)
 
-    def holds(above_BV: Bool[Array, "B V"]) -> Bool[Array, "B 1"]:
-        return above_BV.sum(-1, keepdims=True, dtype=jnp.int32) >= k_B1
 
-    return (key_BV >= _bisect(holds, key_BV)) | (k_B1 <= 0)
+def _top_p_weights(
+    z_BV: Float[Array, "B V"], p_B1: Float[Array, "B 1"]
+) -> tuple[Float[Array, "B V"], Float[Array, "B 1"]]:
+    """Unnormalised probabilities, and how much of them the kept set must hold."""
+    weight_BV = jnp.exp(z_BV - z_BV.max(-1, keepdims=True))
+    # A p that underflows still keeps the likeliest, whose weight is 1.
+    tiny = jnp.finfo(jnp.float32).tiny
+    return weight_BV, jnp.maximum(p_B1 * row_sum(weight_BV), tiny)
 
 
 def keep_top_p(
@@ -87,18 +76,66 @@ def keep_top_p(
 
     Source: Holtzman et al. 2020, equation 2 (nucleus sampling).
     """
-    weight_BV = jnp.exp(z_BV - z_BV.max(-1, keepdims=True))
-    key_BV = _ordered_bits(z_BV)
     p_B1 = top_p_B[:, None]
-    wanted_B1 = p_B1 * weight_BV.sum(-1, keepdims=True)
-    # A p that underflows still keeps the likeliest, whose weight is 1.
-    wanted_B1 = jnp.maximum(wanted_B1, jnp.finfo(jnp.float32).tiny)
+    weight_BV, wanted_B1 = _top_p_weights(z_BV, p_B1)
 
-    def holds(above_BV: Bool[Array, "B V"]) -> Bool[Array, "B 1"]:
-        mass_B1 = jnp.where(above_BV, weight_BV, 0).sum(-1, keepdims=True)
-        return mass_B1 >= wanted_B1
+    def holds(above_B3V: Bool[Array, "B 3 V"]) -> Bool[Array, "B 3"]:
+        mass_B31 = row_sum(jnp.where(above_B3V, weight_BV[:, None, :], 0))
+        return mass_B31[:, :, 0] >= wanted_B1
 
-    return (key_BV >= _bisect(holds, key_BV)) | (p_B1 >= 1)
+    return keep_from_largest(holds, z_BV) | (p_B1 >= 1)
+
+
+def best_in_top_p(
+    z_BV: Float[Array, "B V"],
+    score_BV: Float[Array, "B V"],
+    top_p_B: Float[Array, " B"],
+) -> Int[Array, " B"]:
+    """The token of the best score among those that top-p keeps, the lowest id first."""
+    return jax.lax.platform_dependent(
+        z_BV, score_BV, top_p_B, cpu=best_by_trial, default=best_by_threshold
+    )
+
+
+def best_by_threshold(
+    z_BV: Float[Array, "B V"],
+    score_BV: Float[Array, "B V"],
+    top_p_B: Float[Array, " B"],
+) -> Int[Array, " B"]:
+    """As `best_in_top_p`: first which tokens are kept, then the best of them."""
+    return sample_greedy(jnp.where(keep_top_p(z_BV, top_p_B), score_BV, -jnp.inf))
+
+
+def best_by_trial(
+    z_BV: Float[Array, "B V"],
+    score_BV: Float[Array, "B V"],
+    top_p_B: Float[Array, " B"],
+) -> Int[Array, " B"]:
+    """As `best_in_top_p`: first the best of all, then whether it is kept.
+
+    It is where what is likelier does not hold enough mass. If it is not, neither is
+    anything as unlikely, and the search goes on among what is likelier. Under noise
+    few trials do: each is kept with probability p at least.
+    """
+    p_B1 = top_p_B[:, None]
+    weight_BV, wanted_B1 = _top_p_weights(z_BV, p_B1)
+
+    def likelier(token_B: Int[Array, " B"]) -> Bool[Array, "B V"]:
+        return z_BV > jnp.take_along_axis(z_BV, token_B[:, None], axis=1)
+
+    def is_out(token_B: Int[Array, " B"]) -> Bool[Array, " B"]:
+        mass_B1 = row_sum(jnp.where(likelier(token_B), weight_BV, 0))
+        return ((mass_B1 >= wanted_B1) & (p_B1 < 1))[:, 0]
+
+    def try_next(state: tuple) -> tuple:
+        token_B, is_out_B = state
+        rest_BV = jnp.where(likelier(token_B), score_BV, -jnp.inf)
+        token_B = jnp.where(is_out_B, sample_greedy(rest_BV), token_B)
+        return token_B, is_out(token_B)
+
+    token_B = sample_greedy(score_BV)
+    state = (token_B, is_out(token_B))
+    return jax.lax.while_loop(lambda state: state[1].any(), try_next, state)[0]
 
 
 def keep_min_p(
@@ -148,6 +185,24 @@ def sample_tokens(
       top_p_B: 1 is off; applied to what top-k left.
       min_p_B: 0 is off.
     """
+    rows = (z_BV, seed_B2, position_B, temperature_B, top_k_B, top_p_B, min_p_B)
+
+    def only_if_asked(*rows: Array) -> Int[Array, " B"]:
+        any_draws = jnp.any(rows[3] > 0)
+        return jax.lax.cond(any_draws, _draw, lambda z, *_: sample_greedy(z), *rows)
+
+    # The noise is half of the work on a CPU and nothing on a GPU, which would wait.
+    return jax.lax.platform_dependent(*rows, cpu=only_if_asked, default=_draw)
+
+
+def _draw(
+    z_BV: Float[Array, "B V"],
+    seed_B2: UInt[Array, "B 2"],
+    position_B: Int[Array, " B"],
+    temperature_B: Float[Array, " B"],
+    *filters_B: Array,
+) -> Int[Array, " B"]:
+    top_k_B, top_p_B, min_p_B = filters_B
     greedy_B1 = (temperature_B == 0)[:, None]
     scaled_BV = z_BV / jnp.where(greedy_B1, 1, temperature_B[:, None])
     scaled_BV = jnp.where(keep_min_p(scaled_BV, min_p_B), scaled_BV, -jnp.inf)
@@ -158,33 +213,13 @@ def sample_tokens(
         lambda z: z,
         scaled_BV,
     )
-    scaled_BV = jax.lax.cond(
-        jnp.any(top_p_B < 1),
-        lambda z: jnp.where(keep_top_p(z, top_p_B), z, -jnp.inf),
-        lambda z: z,
-        scaled_BV,
-    )
     noise_BV = gumbel_noise(seed_B2, position_B, z_BV.shape[-1])
-    return sample_greedy(jnp.where(greedy_B1, z_BV, scaled_BV + noise_BV))
-
-
-def token_logprobs(
-    z_BV: Float[Array, "B V"], token_B: Int[Array, " B"], num_top: int
-) -> tuple[
-    Float[Array, " B"],
-    Int[Array, " B"],
-    Int[Array, "B J"],
-    Float[Array, "B J"],
-]:
-    """Natural log-probabilities of the raw logits, before temperature and filters.
-
-    Returns:
-      The sampled token's log-probability and its rank (1 = likeliest), then ids and
-      log-probabilities of the `num_top` likeliest, or of all where there are fewer.
-    """
-    top_B1 = z_BV.max(-1, keepdims=True)
-    log_total_B1 = jnp.log(jnp.exp(z_BV - top_B1).sum(-1, keepdims=True)) + top_B1
-    chosen_B1 = jnp.take_along_axis(z_BV, token_B[:, None], axis=-1)
-    rank_B = (z_BV > chosen_B1).sum(-1, dtype=jnp.int32) + 1
-    top_BJ, ids_BJ = jax.lax.top_k(z_BV, min(num_top, z_BV.shape[-1]))
-    return (chosen_B1 - log_total_B1)[:, 0], rank_B, ids_BJ, top_BJ - log_total_B1
+    score_BV = jnp.where(greedy_B1, z_BV, scaled_BV + noise_BV)
+    return jax.lax.cond(
+        jnp.any(top_p_B < 1),
+        best_in_top_p,
+        lambda z, score, p: sample_greedy(score),
+        scaled_BV,
+        score_BV,
+        top_p_B,
+    )

@@ -4,16 +4,22 @@ import dataclasses
 import functools
 import math
 import numbers
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from headrace.engine.structured_params import StructuredOutputsParams
+
 # Each can serve what the ones before it can.
 SampleVariant = Literal["greedy", "sampled", "full"]
+OutputKind = Literal["delta", "cumulative", "final_only"]
 
 # Below this a temperature would overflow the logits; 0 says greedy.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 MAX_INT32 = 2**31 - 1
 MAX_COMPLETIONS = 16384
+# The likeliest tokens that a step finds on the device; more take the whole row.
+TOP_ON_DEVICE = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,11 +45,20 @@ class SamplingParams:
       include_stop_str_in_output: keep in the text what ended it, string or token.
       min_tokens: tokens before which neither a stop string nor a stop id ends it.
       logprobs: log-probabilities of this many likeliest tokens per step, besides the
-        sampled one, of the raw logits (before temperature and filters).
+        sampled one, of the raw logits (before temperature, filters and all else); -1
+        is the whole vocabulary.
+      prompt_logprobs: likewise for every token of the prompt but the first.
       logit_bias: token id to a number in [-100, 100] added to its logit.
       allowed_token_ids: only these can be sampled; None allows all.
+      bad_words: texts that the output will not have, as the tokens that spell them, at
+        its beginning or after a space.
+      structured_outputs: what the whole output must match, see StructuredOutputsParams.
       detokenize: produce text.
       skip_special_tokens: leave special tokens out of the text.
+      spaces_between_special_tokens: for tokenizers that put spaces between special
+        tokens; none of those that we read does, so both give the same text.
+      output_kind: what a stream yields: "delta" (what came since the last one),
+        "cumulative" (all so far) or "final_only". `generate` returns the whole anyway.
 
     Raises:
       ValueError: a value out of its range; it names the field, value and range.
@@ -65,10 +80,15 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str] | None = ()
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: OutputKind = "delta"
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -97,7 +117,8 @@ class SamplingParams:
         for name, least, most in (
             ("seed", -(2**63), 2**64 - 1),
             ("max_tokens", 1, MAX_INT32),
-            ("logprobs", 0, MAX_INT32),
+            ("logprobs", -1, MAX_INT32),
+            ("prompt_logprobs", 0, MAX_INT32),
         ):
             value = getattr(self, name)
             if value is not None:
@@ -114,7 +135,9 @@ class SamplingParams:
             self._store("allowed_token_ids", allowed)
         if self.logit_bias is not None:
             self._store("logit_bias", _biases(self.logit_bias))
-        self._store("stop", () if self.stop is None else _strings("stop", self.stop))
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            self._store(name, () if texts is None else _strings(name, texts))
         self._store("min_tokens", _whole("min_tokens", self.min_tokens, 0, MAX_INT32))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -123,13 +146,21 @@ class SamplingParams:
             )
         for name in (
             "ignore_eos", "detokenize", "skip_special_tokens",
-            "include_stop_str_in_output",
+            "include_stop_str_in_output", "spaces_between_special_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         if self.stop and not self.detokenize:
             raise ValueError("stop needs detokenize True: it looks at the text")
+        kinds = typing.get_args(OutputKind)
+        if self.output_kind not in kinds:
+            raise ValueError(f"output_kind must be in {kinds}, got {self.output_kind}")
+        grammar = self.structured_outputs
+        if not isinstance(grammar, StructuredOutputsParams | None):
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputsParams, got {grammar!r}"
+            )
 
     @functools.cached_property
     def has_extras(self) -> bool:
@@ -141,6 +172,8 @@ class SamplingParams:
             or self.min_tokens
             or self.logit_bias
             or self.allowed_token_ids is not None
+            or self.bad_words
+            or self.structured_outputs is not None
         )
 
     @functools.cached_property
@@ -149,6 +182,12 @@ class SamplingParams:
         if self.logprobs is not None or self.has_extras:
             return "full"
         return "sampled" if self.temperature > 0 else "greedy"
+
+    @functools.cached_property
+    def wants_logits(self) -> bool:
+        """Whether the host needs the whole row of logits for its log-probabilities."""
+        count = self.logprobs
+        return count is not None and (count == -1 or count > TOP_ON_DEVICE)
 
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

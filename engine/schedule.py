@@ -4,13 +4,16 @@
 """
 
 import dataclasses
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from headrace.engine.request import Request, TokenLogprobs
+from headrace.engine.sampling_params import TOP_ON_DEVICE, SampleVariant
 
-FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
+FINISH_RUNNING, FINISH_STOP, FINISH_LENGTH, FINISH_STUCK = 0, 1, 2, 3
+_DEAREST_FIRST: tuple[SampleVariant, ...] = typing.get_args(SampleVariant)[::-1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +103,41 @@ def fresh_rows(
     return [*(chunk for chunk in prefill if chunk.is_last), *forks]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowNeeds:
+    """What some rows together ask of a sample call.
+
+    Attributes:
+      variant: the cheapest that serves all of them.
+      has_grammar: some row's mask follows from the token before.
+      wants_logits: some row's logits go to the host as they are.
+    """
+
+    variant: SampleVariant = "greedy"
+    has_grammar: bool = False
+    wants_logits: bool = False
+
+    @classmethod
+    def of(cls, requests: Iterable[Request]) -> "RowNeeds":
+        """The needs of these requests."""
+        params = [request.params for request in requests]
+        variants = {one.variant for one in params}
+        return cls(
+            variant=next((v for v in _DEAREST_FIRST if v in variants), "greedy"),
+            has_grammar=any(one.structured_outputs is not None for one in params),
+            wants_logits=any(one.wants_logits for one in params),
+        )
+
+    def __or__(self, other: "RowNeeds") -> "RowNeeds":
+        """The needs of both."""
+        variants = (self.variant, other.variant)
+        return RowNeeds(
+            variant=next(v for v in _DEAREST_FIRST if v in variants),
+            has_grammar=self.has_grammar or other.has_grammar,
+            wants_logits=self.wants_logits or other.wants_logits,
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
     """One step. On the device: pages are copied, move out and in; rows move, released
@@ -120,6 +158,7 @@ class Schedule:
       forks: rows that sample from the logits of a last chunk of this step.
       extras: (request, row) of those that sample first here, or again after a
         preemption, and have counts or biases.
+      needs: of the rows that sample here.
       decode: requests that decode one token: all that have tokens left, or none.
       decode_slots: their slots, ascending (requests may have moved at `update`).
       num_rows: 1 + the highest taken slot: what a decode call has to cover. In the
@@ -136,6 +175,7 @@ class Schedule:
     prefill: tuple[PrefillChunk, ...] = ()
     forks: tuple[Fork, ...] = ()
     extras: tuple[tuple[Request, int], ...] = ()
+    needs: RowNeeds = RowNeeds()
     decode: tuple[Request, ...] = ()
     decode_slots: np.ndarray = dataclasses.field(
         default_factory=lambda: np.zeros(0, np.int64)
@@ -147,6 +187,57 @@ class Schedule:
         """See `fresh_rows`."""
         return fresh_rows(self.prefill, self.forks)
 
+    @property
+    def sampled(self) -> list[tuple[int, Request]]:
+        """Slots that sample in this step, and who holds them."""
+        decode = zip(self.decode_slots.tolist(), self.decode, strict=True)
+        return [*((row.slot, row.request) for row in self.fresh), *decode]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities that the device found; X are rows, or rows and tokens.
+
+    Attributes:
+      logprob, rank: [X] of the token in question.
+      top_ids, top_logprobs: [X, J] of the likeliest tokens.
+      log_total: [X] what makes a logit a log-probability when subtracted.
+    """
+
+    logprob: np.ndarray
+    rank: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    log_total: np.ndarray
+
+    def at(self, place: tuple[int, ...], token_id: int, num_top: int) -> TokenLogprobs:
+        """A token, then the `num_top` likeliest, by token id."""
+        ids = self.top_ids[place][:num_top].tolist()
+        values = self.top_logprobs[place][:num_top].tolist()
+        first = (float(self.logprob[place]), int(self.rank[place]))
+        return _entries(token_id, first, ids, values)
+
+    def from_logits(
+        self, slot: int, token_id: int, num_top: int, logits: np.ndarray
+    ) -> TokenLogprobs:
+        """Likewise for more than the device found, from a row of logits [V].
+
+        The bits are those of the device: the same float32 subtraction.
+        """
+        order = np.argsort(-logits, kind="stable")[: num_top if num_top >= 0 else None]
+        values = (logits[order] - self.log_total[slot]).tolist()
+        first = (float(self.logprob[slot]), int(self.rank[slot]))
+        return _entries(token_id, first, order.tolist(), values)
+
+
+def _entries(
+    token_id: int, first: tuple[float, int], ids: list[int], values: list[float]
+) -> TokenLogprobs:
+    entries: TokenLogprobs = {token_id: first}
+    for place, (other, value) in enumerate(zip(ids, values, strict=True)):
+        entries.setdefault(other, (value, place + 1))
+    return entries
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
@@ -154,31 +245,26 @@ class StepResult:
 
     Attributes:
       token_ids: [B] sampled tokens; meaningless for slots that did not sample.
-      finish_codes: [B] 0 runs on, 1 stop id, 2 length.
-      logprob, rank: [B] of the sampled token, where a row asked.
-      top_ids, top_logprobs: [B, J] of the likeliest tokens, where a row asked.
+      finish_codes: [B] 0 runs on, 1 stop id, 2 length, 3 no token is allowed.
+      scores: of the sampled tokens, where a row asked.
+      logits: by slot, rows [V] of those that asked for more than `scores` holds.
+      prompt_scores: of what follows each prompt token, by row and token of the prefill
+        call, where a row asked.
     """
 
     token_ids: np.ndarray
     finish_codes: np.ndarray
-    logprob: np.ndarray | None = None
-    rank: np.ndarray | None = None
-    top_ids: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None
+    scores: Scores | None = None
+    logits: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    prompt_scores: Scores | None = None
 
     def logprobs_at(self, slot: int, num_top: int) -> TokenLogprobs:
         """The sampled token of a slot, then its `num_top` likeliest, by token id."""
-        assert self.logprob is not None
-        rank = None if self.rank is None else int(self.rank[slot])
-        sampled = int(self.token_ids[slot])
-        entries: TokenLogprobs = {sampled: (float(self.logprob[slot]), rank)}
-        if num_top:
-            assert self.top_ids is not None and self.top_logprobs is not None
-            ids = self.top_ids[slot, :num_top].tolist()
-            values = self.top_logprobs[slot, :num_top].tolist()
-            for place, token_id in enumerate(ids):
-                entries.setdefault(token_id, (values[place], place + 1))
-        return entries
+        assert self.scores is not None
+        token_id = int(self.token_ids[slot])
+        if 0 <= num_top <= TOP_ON_DEVICE:
+            return self.scores.at((slot,), token_id, num_top)
+        return self.scores.from_logits(slot, token_id, num_top, self.logits[slot])
 
 
 def pick_prefill_shape(

@@ -14,13 +14,15 @@ from headrace.configs.schema import EngineConfig
 from headrace.engine.admission import can_go_on
 from headrace.engine.kv_cache_manager import KVCacheManager
 from headrace.engine.lifecycle import DeviceChanges, Lifecycle
-from headrace.engine.outputs import FinishReason
+from headrace.engine.outputs import TIME_OVER, FinishReason
 from headrace.engine.packed_layout import num_packed_rows
+from headrace.engine.prompt_scores import book_prompt_scores
 from headrace.engine.request import Request, RequestStatus
 from headrace.engine.schedule import (
     Fork,
     PrefillChunk,
     Resumption,
+    RowNeeds,
     Schedule,
     StepResult,
     fresh_rows,
@@ -63,7 +65,6 @@ class Scheduler:
         self._running = self._life.running
         self._num_added = 0
         self._prefills_since_decode = 0
-        self._overdue: list[Request] = []
 
     @property
     def has_work(self) -> bool:
@@ -84,11 +85,6 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Times that a running request gave way, since start."""
         return self._life.num_preemptions
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots that nobody holds."""
-        return self._running.num_free
 
     def add(self, *requests: Request) -> None:
         """Puts a request and its siblings into the queue: all of them, or none.
@@ -121,7 +117,9 @@ class Scheduler:
             life.admission.add(request)
             life.requests[request.request_id] = request
 
-    def abort(self, request_id: str, reason: FinishReason = "abort") -> Request | None:
+    def abort(
+        self, request_id: str, reason: FinishReason = "cancelled"
+    ) -> Request | None:
         """Ends a request now, with the tokens it has; None if it is not live.
 
         The next schedule releases its row on the device.
@@ -135,8 +133,8 @@ class Scheduler:
         return request
 
     def take_ended(self) -> list[Request]:
-        """Requests whose time was over, since the last call."""
-        ended, self._overdue = self._overdue, []
+        """Requests that have ended without a token since the last call."""
+        ended, self._life.ended = self._life.ended, []
         return ended
 
     def schedule(self) -> Schedule | None:
@@ -147,8 +145,9 @@ class Scheduler:
         """
         now_s, life = self._clock(), self._life
         for request, is_queue in life.admission.overdue(now_s):
-            self.abort(request.request_id, "timeout" if is_queue else "deadline")
-            self._overdue.append(request)
+            request.finish_message = TIME_OVER[is_queue]
+            self.abort(request.request_id, "rejected" if is_queue else "deadline")
+            life.ended.append(request)
         life.grow()
         self._admit(now_s)
         chunks = life.prefilling.pick(
@@ -181,6 +180,9 @@ class Scheduler:
         grown = [(_slot_of(r), page) for r, page in changes.grown if not r.is_finished]
         prefill, forks = self._advance_prefill(chunks)
         fresh = [row.request for row in fresh_rows(prefill, forks)]
+        needs = RowNeeds.of(fresh) if fresh else RowNeeds()
+        if decode:
+            needs |= self._running.decode_needs()
         rows = self._running.extra_rows
         extras = [
             (request, rows[_slot_of(request)])
@@ -198,6 +200,7 @@ class Scheduler:
             prefill=prefill,
             forks=forks,
             extras=tuple(extras),
+            needs=needs,
             decode=decode,
             decode_slots=slots,
             num_rows=self._running.num_rows,
@@ -213,6 +216,8 @@ class Scheduler:
         Returns:
           Requests that got a token, ended ones included; prefilled ones first.
         """
+        if result.prompt_scores is not None:
+            book_prompt_scores(schedule.prefill, result.prompt_scores)
         fresh = schedule.fresh
         requests = [*(row.request for row in fresh), *schedule.decode]
         if not requests:

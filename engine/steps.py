@@ -1,42 +1,28 @@
-"""The two pure programs of a step: `forward` (decode or prefill) and `sample`.
+"""The first pure program of a step, `forward`: decode, prefill or score.
 
-`forward` applies the model to a bucket's rows, writes KV pages and the logits rows it
-owns. `sample` turns logits rows into tokens and advances the slots. Both are plain
-functions; model_runner compiles them, and so can a notebook cell.
+Applies the model to a bucket's rows, writes KV pages and the logits rows it owns;
+`score` is a prefill that also tells how likely the prompt was. sample_step.py turns the
+logits into tokens. All are plain functions; model_runner compiles them, and so can a
+notebook cell.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from headrace.engine import sampler
+from headrace.engine.logprobs import TokenScores, token_scores
 from headrace.engine.packed_layout import PackedLayout
-from headrace.engine.processors import Extras, count_tokens, process
-from headrace.engine.sampling_params import SampleVariant
-from headrace.engine.schedule import FINISH_LENGTH, FINISH_RUNNING, FINISH_STOP
 from headrace.engine.slots import SlotState, apply_packed
 from headrace.layers.inputs import KVCache, ModelInputs, Params
 
 # The head always sees at least this many rows: fewer would be another bit class.
 MIN_HEAD_ROWS = 8
+# Prompt tokens whose logits are in memory at a time while a prompt is scored.
+SCORE_ROWS = 64
 
 ForwardResult = tuple[KVCache, Float[Array, "B Q V"]]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepOutput:
-    """What the host reads of a step, rows by slot; None where not asked for."""
-
-    token_B: Int[Array, " B"]
-    finish_B: Int[Array, " B"]
-    logprob_B: Float[Array, " B"] | None = None
-    rank_B: Int[Array, " B"] | None = None
-    top_ids_BJ: Int[Array, "B J"] | None = None
-    top_logprobs_BJ: Float[Array, "B J"] | None = None
 
 
 def decode_forward(
@@ -96,9 +82,78 @@ def prefill_forward(
     its own page table.
     """
     del slots
+    hidden_RTD, kv_cache = _fill(params, kv_cache, packed, model, layout, shape)
+    logits_BQV = _write_last(params, logits_BQV, hidden_RTD, packed, model, layout)
+    return kv_cache, logits_BQV
+
+
+def score_forward(
+    params: Params,
+    kv_cache: KVCache,
+    logits_BQV: Float[Array, "B Q V"],
+    slots: SlotState,
+    packed: Int[Array, " W"],
+    *,
+    model: Any,
+    layout: PackedLayout,
+    shape: tuple[int, int],
+    num_top: int,
+) -> tuple[KVCache, Float[Array, "B Q V"], TokenScores]:
+    """Like `prefill_forward`, and tells how likely each next prompt token was.
+
+    The head sees `SCORE_ROWS` tokens at a time, so T x V logits are never in memory.
+
+    Returns:
+      Also, per row and token, the scores [R, T] of the token that follows it;
+      meaningless where none does.
+    """
+    del slots
     R, T = shape
-    all_rows = layout.rows(packed)
-    rows = all_rows[:R]
+    hidden_RTD, kv_cache = _fill(params, kv_cache, packed, model, layout, shape)
+    logits_BQV = _write_last(params, logits_BQV, hidden_RTD, packed, model, layout)
+    rows = layout.rows(packed)[:R]
+    last_R = jnp.maximum(layout.field(rows, "length") - 1, 0)
+    next_RT = jnp.roll(layout.tokens(packed, R, T), -1, axis=1)
+    next_RT = next_RT.at[jnp.arange(R), last_R].set(layout.field(rows, "next_token"))
+
+    def score(block: tuple[Array, Array]) -> TokenScores:
+        hidden_SD, next_S = block
+        z_SV = model.apply({"params": params}, hidden_SD, method="logits")
+        return token_scores(z_SV, next_S, num_top)
+
+    num_blocks = -(-R * T // SCORE_ROWS)
+    pad = num_blocks * SCORE_ROWS - R * T
+    hidden_XD = jnp.pad(hidden_RTD.reshape(R * T, -1), ((0, pad), (0, 0)))
+    next_X = jnp.pad(jnp.maximum(next_RT, 0).reshape(R * T), (0, pad))
+    blocks = (
+        hidden_XD.reshape(num_blocks, SCORE_ROWS, -1),
+        next_X.reshape(num_blocks, SCORE_ROWS),
+    )
+    scores = jax.lax.map(score, blocks)
+
+    def unblocked(leaf: Array) -> Array:
+        flat = leaf.reshape(num_blocks * SCORE_ROWS, *leaf.shape[2:])
+        return flat[: R * T].reshape(R, T, *leaf.shape[2:])
+
+    return kv_cache, logits_BQV, jax.tree.map(unblocked, scores)
+
+
+def logits_row(logits_BQV: Float[Array, "B Q V"], row: Array) -> Float[Array, " V"]:
+    """One row of logits, for a host that wants all of them."""
+    return logits_BQV[row, 0]
+
+
+def _fill(
+    params: Params,
+    kv_cache: KVCache,
+    packed: Int[Array, " W"],
+    model: Any,
+    layout: PackedLayout,
+    shape: tuple[int, int],
+) -> tuple[Float[Array, "R T D"], KVCache]:
+    """Applies the model to a prefill call's chunks."""
+    R, T = shape
+    rows = layout.rows(packed)[:R]
     start_R, length_R = layout.field(rows, "start"), layout.field(rows, "length")
     inputs = ModelInputs(
         tokens_BT=layout.tokens(packed, R, T),
@@ -108,105 +163,27 @@ def prefill_forward(
         page_tables=(layout.page_table(rows),),
     )
     output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
-    last_R = jnp.maximum(length_R - 1, 0)
-    hidden_RD = output.hidden_BTD[jnp.arange(R), last_R]
+    return output.hidden_BTD, kv_cache
+
+
+def _write_last(
+    params: Params,
+    logits_BQV: Float[Array, "B Q V"],
+    hidden_RTD: Float[Array, "R T D"],
+    packed: Int[Array, " W"],
+    model: Any,
+    layout: PackedLayout,
+) -> Float[Array, "B Q V"]:
+    """Logits rows (donated) of the slots whose prompt ends here, forks included."""
+    R = hidden_RTD.shape[0]
+    rows = layout.rows(packed)
+    last_R = jnp.maximum(layout.field(rows[:R], "length") - 1, 0)
+    hidden_RD = hidden_RTD[jnp.arange(R), last_R]
     hidden_RD = jnp.pad(hidden_RD, ((0, max(0, MIN_HEAD_ROWS - R)), (0, 0)))
     new_RV = model.apply({"params": params}, hidden_RD, method="logits")[:R]
-    is_last_R = layout.field(rows, "is_last") == 1
-    slot_R = jnp.where(is_last_R, layout.field(rows, "slot"), layout.num_slots)
-    logits_BQV = logits_BQV.at[slot_R, 0].set(new_RV, mode="drop")
-    source_W = layout.field(all_rows, "source")
-    slot_W = jnp.where(source_W > 0, layout.field(all_rows, "slot"), layout.num_slots)
-    forked_WV = new_RV[jnp.maximum(source_W - 1, 0)]
-    return kv_cache, logits_BQV.at[slot_W, 0].set(forked_WV, mode="drop")
-
-
-def sample(
-    slots: SlotState,
-    logits_BQV: Float[Array, "B Q V"],
-    packed: Int[Array, " W"],
-    extras: Extras | None = None,
-    *,
-    layout: PackedLayout,
-    bucket: int,
-    variant: SampleVariant,
-    num_top: int,
-) -> tuple[SlotState, StepOutput, Extras | None]:
-    """Samples for every slot below `bucket` that has new logits, and advances it.
-
-    Args:
-      slots: donated; state before this step's changes.
-      logits_BQV: written by this step's `forward` calls.
-      packed: this step's changes.
-      extras: donated, for "full" alone.
-      layout: where the fields of `packed` lie.
-      bucket: rows of this program.
-      variant: "greedy", "sampled" (adds noise and filters), or "full" (adds
-        penalties, biases and log-probabilities). A row gives the same token in each
-        that can serve it.
-      num_top: log-probabilities per token that "full" returns.
-    """
-    slots, fresh_B = apply_packed(slots, packed, layout)
-    rows = jax.tree.map(lambda leaf: leaf[:bucket], slots)
-    # Active rows that do not decode in this step have no new logits.
-    live_B = rows.active_B & (fresh_B[:bucket] | (layout.does_decode(packed) == 1))
-    z_BV = raw_BV = logits_BQV[:bucket, 0]
-    if variant == "full":
-        assert extras is not None
-        # Most steps have nothing to process; it changes no bit where it is skipped.
-        z_BV = jax.lax.cond(
-            jnp.any(rows.has_extras_B), process, lambda z, *_: z, raw_BV, rows, extras
-        )
-    if variant == "greedy":
-        token_B = sampler.sample_greedy(z_BV)
-    else:
-        token_B = sampler.sample_tokens(
-            z_BV,
-            seed_B2=rows.seed_B2,
-            position_B=rows.position_B + 1,
-            temperature_B=rows.temperature_B,
-            top_k_B=rows.top_k_B,
-            top_p_B=rows.top_p_B,
-            min_p_B=rows.min_p_B,
-        )
-    slots, finish_B = _advance(slots, rows, token_B, live_B)
-    output = StepOutput(token_B=token_B, finish_B=finish_B)
-    if variant == "full":
-        assert extras is not None
-        extras = count_tokens(extras, rows, token_B, live_B)
-        logprob_B, rank_B, ids_BJ, top_BJ = sampler.token_logprobs(
-            raw_BV, token_B, num_top
-        )
-        output = dataclasses.replace(
-            output,
-            logprob_B=logprob_B,
-            rank_B=rank_B,
-            top_ids_BJ=ids_BJ,
-            top_logprobs_BJ=top_BJ,
-        )
-    return slots, output, extras
-
-
-def _advance(
-    slots: SlotState,
-    rows: SlotState,
-    token_B: Int[Array, " B"],
-    live_B: Array,
-) -> tuple[SlotState, Int[Array, " B"]]:
-    """Stores the tokens of live rows and ends those that are done."""
-    bucket = token_B.shape[0]
-    remaining_B = rows.remaining_B - live_B
-    is_stop_B = jnp.any(rows.stop_ids_BS == token_B[:, None], axis=1)
-    length_B = jnp.where(remaining_B <= 0, FINISH_LENGTH, FINISH_RUNNING)
-    finish_B = jnp.where(is_stop_B, FINISH_STOP, length_B)
-    finish_B = jnp.where(live_B, finish_B, FINISH_RUNNING).astype(jnp.int32)
-    last_B = jnp.where(live_B, token_B, rows.last_token_B)
-    active_B = rows.active_B & (finish_B == FINISH_RUNNING)
-    slots = dataclasses.replace(
-        slots,
-        last_token_B=slots.last_token_B.at[:bucket].set(last_B),
-        position_B=slots.position_B.at[:bucket].set(rows.position_B + live_B),
-        remaining_B=slots.remaining_B.at[:bucket].set(remaining_B),
-        active_B=slots.active_B.at[:bucket].set(active_B),
-    )
-    return slots, finish_B
+    # A fork takes its leader's row, a chunk its own.
+    source_W, index_W = layout.field(rows, "source"), jnp.arange(rows.shape[0])
+    is_mine_W = (layout.field(rows, "is_last") == 1) | (source_W > 0)
+    taken_W = jnp.where(source_W > 0, source_W - 1, jnp.minimum(index_W, R - 1))
+    slot_W = jnp.where(is_mine_W, layout.field(rows, "slot"), layout.num_slots)
+    return logits_BQV.at[slot_W, 0].set(new_RV[taken_W], mode="drop")

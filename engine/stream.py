@@ -35,7 +35,7 @@ class Stream(Iterator[RequestOutput]):
             raise StopIteration
         while not self._state.has_news:
             self._step()
-        output = self._state.take_delta()
+        output = self._state.take_news()
         if output.finished:
             self.close()
         return output

@@ -55,9 +55,10 @@ class TextStream:
                 stop = self._stops[which]
                 self._held, self.stopped_by = "", stop
                 return text[: begin + len(stop) * self._keeps_stop]
-        keep = max(self._begun_stop(text), _unfinished(text))
-        certain = text[: len(text) - keep]
-        self._held = text[len(text) - keep :]
+        end = len(text) - self._begun_stop(text)
+        while more := _unfinished(text[:end]):
+            end -= more
+        certain, self._held = text[:end], text[end:]
         self._num_plain = max(0, self._num_plain - len(certain))
         return certain
 

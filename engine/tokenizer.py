@@ -34,6 +34,10 @@ class Tokenizer(Protocol):
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
         ...
 
+    def to_json(self) -> str:
+        """The tokenizer as text for `tokenizers.Tokenizer.from_str`."""
+        ...
+
 
 class HFTokenizer:
     """A `tokenizers` tokenizer with the facts that lie beside it.
@@ -92,6 +96,10 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids, with no clean-up of spaces."""
         return self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def to_json(self) -> str:
+        """As it is used: without cuts and padding."""
+        return self._fast.to_str()
 
 
 def _byte_token_ids(fast: FastTokenizer, tokenizer_json: str) -> frozenset[int]:

@@ -63,9 +63,13 @@ def _narrow(config: EngineConfig, ledger: Ledger) -> EngineConfig:
     wanted = letter(("decode", buckets[-1]))
     kept = tuple(b for b in buckets if letter(("decode", b)) == wanted)
     best = best_shapes({shape: letter(("prefill", shape)) for shape in shapes})
+    scored = shapes if config.scoring else ()
+    filled = {letter(("score", shape)) for shape in scored if shape in best}
+    filled.add(letter(("prefill", best[0])))
     drawn = {letter(("sample", v, b)) for v in VARIANTS for b in kept}
-    chosen = {wanted, letter(("prefill", best[0])), *drawn}
-    if len(drawn) > 1 or any(c.endswith(UNSTEADY) for c in chosen):
+    chosen = {wanted, *filled, *drawn}
+    is_split = len(drawn) > 1 or len(filled) > 1
+    if is_split or any(c.endswith(UNSTEADY) for c in chosen):
         raise ValueError(
             "numerics 'invariant' cannot be had: the probe found programs whose bits "
             "depend on a row's place or company; use numerics 'fast', or other "
@@ -74,6 +78,7 @@ def _narrow(config: EngineConfig, ledger: Ledger) -> EngineConfig:
     for key in [
         *(("decode", b) for b in buckets if b not in kept),
         *(("prefill", shape) for shape in shapes if shape not in best),
+        *(("score", shape) for shape in scored if shape not in best),
         *(("sample", v, b) for v in VARIANTS for b in buckets if b not in kept),
     ]:
         ledger.entries[program_name(key)].used = False

@@ -9,9 +9,11 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from headrace import LLM
 from headrace.checkpoints.synthetic import synthetic_checkpoint
+from headrace.checkpoints.tokenizer_spec import TokenizerSpec
 from headrace.configs import load_config, parse_config
 
 # The same examples in every run, so that a red run can be repeated;
@@ -36,7 +38,32 @@ def tiny_checkpoint(tiny_config):
 @pytest.fixture(scope="session")
 def tiny_llm(tiny_config, tiny_checkpoint):
     """An engine over the two-layer model: token ids in, token ids out."""
-    llm = LLM.from_checkpoint(tiny_checkpoint, config=tiny_config[1])
+    config = dataclasses.replace(tiny_config[1], scoring=True, max_logprobs=-1)
+    llm = LLM.from_checkpoint(tiny_checkpoint, config=config)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer():
+    """id 0 ends a text, 1 to 256 are bytes, then four longer tokens."""
+    bytes_ = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("{", '"'), ('"', ":"), ("Ġ", "a")]
+    texts = ["</s>", *bytes_, *(a + b for a, b in merges)]
+    fast = tokenizers.Tokenizer(
+        tokenizers.models.BPE({text: i for i, text in enumerate(texts)}, merges)
+    )
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    fast.add_special_tokens(["</s>"])
+    return TokenizerSpec(tokenizer_json=fast.to_str(), eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def text_llm(tiny_llm, tiny_checkpoint, byte_tokenizer):
+    """The programs of `tiny_llm`, and a tokenizer: text in, text out."""
+    checkpoint = dataclasses.replace(tiny_checkpoint, tokenizer=byte_tokenizer)
+    llm = LLM.from_checkpoint(checkpoint, config=tiny_llm.engine_config)
     yield llm
     llm.close()
 

@@ -20,9 +20,9 @@ MAY_IMPORT["pallas_kernels"] = {"pallas_kernels"}
 
 # Every other file of engine/ is host side and runs without jax.
 DEVICE_SIDE = {
-    "async_llm", "device_facts", "llm", "loop", "model_runner", "page_moves",
-    "probe", "processors", "program_store", "programs", "sampler", "slots",
-    "steps", "warmup",
+    "async_llm", "batch_run", "device_facts", "llm", "logprobs", "loop", "model_runner",
+    "page_moves", "probe", "probe_sampling", "processors", "program_store", "programs",
+    "sample_step", "sampler", "scoring", "slots", "steps", "thresholds", "warmup",
 }  # fmt: skip
 
 # Packages that import jax, and jax itself.

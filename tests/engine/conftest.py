@@ -6,8 +6,9 @@ import pytest
 
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.kv_cache_manager import KVCacheManager
+from headrace.engine.new_request import make_request, make_siblings
 from headrace.engine.prefix_hash import chain_seed, name_pages
-from headrace.engine.request import RequestStatus, make_request, make_siblings
+from headrace.engine.request import RequestStatus
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.schedule import StepResult, pick_decode_bucket
 from headrace.engine.scheduler import Scheduler
@@ -231,11 +232,11 @@ class Engine:
     def check_end(self):
         longest_chunk = max(tokens for _, tokens in self.config.prefill_shapes)
         assert self.manager.num_free == self.config.num_pages - 1
-        assert self.scheduler.num_free_slots == self.config.num_slots
+        assert self.scheduler._running.num_free == self.config.num_slots
         for request in self.requests:
             expected = self.device.tokens_alone(request)
             got = request.output_token_ids
-            if request.finish_reason in ("abort", "deadline", "timeout"):
+            if request.finish_reason in ("cancelled", "deadline", "rejected"):
                 assert got == expected[: len(got)]
                 continue
             assert got == expected

@@ -63,7 +63,7 @@ def test_cancelled_task_and_cancelled_request_free_their_pages(engine):
         task.cancel()
         engine.cancel(reader)
         pieces = [piece async for piece in reader]
-        assert pieces[-1].outputs[0].finish_reason == "abort"
+        assert pieces[-1].outputs[0].finish_reason == "cancelled"
         with pytest.raises(asyncio.CancelledError):
             await task
         await engine.drain()
@@ -72,7 +72,7 @@ def test_cancelled_task_and_cancelled_request_free_their_pages(engine):
         return stats["counters"]["request_success"]
 
     ended = _run(engine, main)
-    assert ended["length"] == 0 and ended["abort"] in (1, 2)
+    assert ended["length"] == 0 and ended["cancelled"] in (1, 2)
 
 
 @pytest.mark.parametrize("delay_s", [0, 0.001, 0.01])

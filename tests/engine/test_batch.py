@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from headrace.engine.batch import plan_step
+from headrace.engine.new_request import make_request
 from headrace.engine.programs import layout_of
-from headrace.engine.request import make_request
 from headrace.engine.sampling_params import SamplingParams
-from headrace.engine.schedule import PrefillChunk, Schedule
+from headrace.engine.schedule import PrefillChunk, RowNeeds, Schedule
 from headrace.engine.slots import apply_packed, empty_slots
 
 
@@ -132,7 +132,10 @@ def test_the_cheapest_variant_and_the_smallest_buckets_serve_a_step(
     for slot, bucket in ((1, 8), (10, 12)):
         request.slot = slot
         schedule = Schedule(
-            decode=(request,), decode_slots=np.array([slot]), num_rows=slot + 1
+            decode=(request,),
+            decode_slots=np.array([slot]),
+            needs=RowNeeds.of([request]),
+            num_rows=slot + 1,
         )
         plan = plan_step(schedule, tiny_config[1], layout_of(tiny_config[1]))
         assert (plan.decode_bucket, plan.sample_bucket) == (bucket, bucket)

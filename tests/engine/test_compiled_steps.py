@@ -98,7 +98,7 @@ def test_stored_programs_give_the_same_bits_and_compile_nothing(tmp_path, runner
     store = ProgramStore(tmp_path, program_key(MODEL, CONFIG))
     cold = _runner(store)
     assert {e.source for e in cold.ledger.entries.values()} == {"compiled"}
-    store.save_facts({"memory": cold.memory_facts(), "classes": {}})
+    store.save_facts({"memory": cold.ledger.memory_facts(), "classes": {}})
     warm = _runner(store)
     assert {e.source for e in warm.ledger.entries.values()} == {"stored"}
     for key in cold.program_keys():
@@ -121,7 +121,7 @@ def test_stored_programs_give_the_same_bits_and_compile_nothing(tmp_path, runner
 def test_a_damaged_stored_program_is_compiled_anew(tmp_path):
     store = ProgramStore(tmp_path, program_key(MODEL, CONFIG))
     cold = _runner(store)
-    store.save_facts({"memory": cold.memory_facts(), "classes": {}})
+    store.save_facts({"memory": cold.ledger.memory_facts(), "classes": {}})
     (victim,) = tmp_path.rglob("decode_8.xla")
     blob = bytearray(victim.read_bytes())
     blob[len(blob) // 2] ^= 1

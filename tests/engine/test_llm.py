@@ -49,7 +49,7 @@ def _mixed_params(count):
 
 
 def _free(llm):
-    return llm._loop._manager.num_free, llm._loop._scheduler.num_free_slots
+    return llm._loop._manager.num_free, llm._loop._scheduler.num_running
 
 
 def test_forty_requests_together_give_what_each_gives_alone_bit_for_bit(tiny_llm):

@@ -204,13 +204,13 @@ def test_single_token_has_no_time_per_output_token(metrics):
 
 
 def test_request_that_never_ran_gives_queue_time_and_latency_only(metrics):
-    times = _times(admitted_s=None, first_token_s=None, finish_reason="abort")
+    times = _times(admitted_s=None, first_token_s=None, finish_reason="cancelled")
     metrics.on_finish(times)
     assert _sums(metrics) == {
         "e2e_request_latency_seconds": (17.0, 1),
         "request_queue_time_seconds": (17.0, 1),
     }
-    assert _counters(metrics)["request_success"]["abort"] == 1
+    assert _counters(metrics)["request_success"]["cancelled"] == 1
 
 
 def test_request_aborted_in_its_prefill_has_no_prefill_or_decode_time(metrics):
@@ -288,7 +288,7 @@ def test_idle_engine_logs_nothing_and_its_idle_time_dilutes_no_rate(metrics):
 def test_event_without_tokens_is_worth_a_log_line(metrics):
     metrics.on_preempt()
     assert metrics.log_line(110.0, 0, 2, 1.0).startswith("prompt 0.0 tokens/s")
-    metrics.on_finish(_times(admitted_s=None, finish_reason="abort"))
+    metrics.on_finish(_times(admitted_s=None, finish_reason="cancelled"))
     assert "waiting 2, KV cache 100.0%" in metrics.log_line(120.0, 0, 2, 1.0)
     assert metrics.log_line(130.0, 0, 2, 1.0) is None
 

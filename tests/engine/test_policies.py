@@ -111,7 +111,7 @@ def test_deadline_ends_with_what_it_has_and_queue_time_limit_before_it_begins(
     third = _add(engine, "third", queue_deadline_s=60.0)
     engine.run()
     assert first.finish_reason == "deadline" and 0 < len(first.output_token_ids) < 50
-    assert (second.finish_reason, second.output_token_ids) == ("timeout", [])
+    assert (second.finish_reason, second.output_token_ids) == ("rejected", [])
     assert third.finish_reason == "length"
     engine.check_end()
 

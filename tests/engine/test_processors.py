@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import SamplingParams
+from headrace.engine.new_request import make_request
 from headrace.engine.processors import (
-    Extras,
     count_tokens,
     empty_extras,
     extras_of,
@@ -18,14 +18,15 @@ from headrace.engine.processors import (
     set_extras,
 )
 from headrace.engine.programs import layout_of
-from headrace.engine.request import make_request
 from headrace.engine.slots import empty_slots
 
 V, B = 40, 5
 
 
-def truth(z, prompt, output, params, stop_ids):
+def truth(z, request, output, allowed):
     """What the parameters mean, for one row in float64."""
+    params, prompt = request.params, request.prompt_token_ids
+    stop_ids, bad_ids = request.stop_ids, request.bad_ids
     y = z.astype(np.float64)
     if params.allowed_token_ids is not None:
         y[[i for i in range(V) if i not in params.allowed_token_ids]] = -np.inf
@@ -33,6 +34,10 @@ def truth(z, prompt, output, params, stop_ids):
         y[token_id] += bias
     if len(output) < params.min_tokens:
         y[list(stop_ids)] = -np.inf
+    for *before, last in bad_ids:
+        if not before or output[-len(before) :] == before:
+            y[last] = -np.inf
+    y[~allowed] = -np.inf
     for token_id in {*prompt, *output}:
         factor = params.repetition_penalty
         y[token_id] = y[token_id] / factor if y[token_id] > 0 else y[token_id] * factor
@@ -43,6 +48,9 @@ def truth(z, prompt, output, params, stop_ids):
 
 
 IDS = st.lists(st.integers(0, V - 1), max_size=12)
+BAD_IDS = st.lists(
+    st.lists(st.integers(0, V - 1), min_size=1, max_size=3).map(tuple), max_size=3
+)
 PARAMS = st.fixed_dictionaries(
     {},
     optional={
@@ -63,30 +71,47 @@ def tiny_with_v(tiny_config):
 
 
 @settings(max_examples=150, deadline=None)
-@given(PARAMS, IDS.filter(len), IDS, st.integers(0, 999), st.integers(0, B - 1))
-def test_any_combination_equals_numpy(tiny_with_v, params, prompt, output, seed, slot):
+@given(
+    PARAMS,
+    IDS.filter(len),
+    IDS,
+    BAD_IDS,
+    st.tuples(st.integers(0, 999), st.integers(0, B - 1)),
+)
+def test_any_combination_equals_numpy(
+    tiny_with_v, params, prompt, output, bad_ids, seed_and_slot
+):
+    seed, slot = seed_and_slot
     rng = np.random.default_rng(seed)
     z = rng.choice([-np.inf, -3.0, -0.0, 0.0, 2.5, 1e4, 7.25], (B, V)).astype(
         np.float32
     )
     model, config = tiny_with_v
     params = SamplingParams(max_tokens=20, **params)
+    bad_ids = [tuple(output[-2:]), *bad_ids] if output else bad_ids
     request = make_request(
-        "r", prompt, params, model_config=model, engine_config=config
+        "r", prompt, params, model_config=model, engine_config=config, bad_ids=bad_ids
     )
     # The counts of half the output come from the host, the others from sampling.
     request.output_token_ids = output[: len(output) // 2]
     row = (slot + 2) % B
+    first = extras_of(request, V, 4)
     extras = set_extras(
-        empty_extras(B, V), row, *map(jnp.asarray, extras_of(request, V))
+        empty_extras(B, V, 4),
+        row,
+        *map(jnp.asarray, (first.count_V, first.bias_V, first.bad_NL, first.recent_L)),
     )
     rows = _rows(config, request, slot, row, len(prompt) + len(output) - 1)
     for token in output[len(output) // 2 :]:
         extras = count_tokens(
             extras, rows, jnp.full(B, token, jnp.int32), jnp.ones(B, bool)
         )
-    got = np.asarray(process(jnp.array(z), rows, extras))
-    wanted = truth(z[slot], prompt, output, params, request.stop_ids)
+    allowed = rng.random((B, V)) < 0.7
+    mask_BW = np.packbits(
+        np.pad(allowed, ((0, 0), (0, -V % 32))), axis=1, bitorder="little"
+    ).view(np.int32)
+    got = np.asarray(process(jnp.array(z), rows, extras, jnp.array(mask_BW)))
+    wanted = truth(z[slot], request, output, allowed[slot])
     assert np.allclose(got[slot], wanted, rtol=1e-5, atol=1e-4)
     others = np.delete(np.arange(B), slot)
     assert got[others].tobytes() == z[others].tobytes()
@@ -116,12 +141,6 @@ def _rows(config, request, slot, row, position):
     )
 
 
-def test_extras_are_a_pytree_of_two_arrays():
-    extras = empty_extras(3, 7)
-    assert isinstance(extras, Extras)
-    assert extras.count_BV.shape == extras.bias_BV.shape == (3, 7)
-
-
 SPECIAL = [
     dict(repetition_penalty=3.0),
     dict(frequency_penalty=2.0, presence_penalty=1.0, temperature=0.0),
@@ -129,6 +148,7 @@ SPECIAL = [
     dict(allowed_token_ids=[5, 6, 11, 400]),
     dict(min_tokens=9, stop_token_ids=list(range(0, 500, 100)), ignore_eos=False),
     dict(min_p=0.5),
+    dict(frequency_penalty=-2.0, temperature=0.3),
 ]
 
 

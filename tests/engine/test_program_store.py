@@ -43,7 +43,7 @@ def _start(folder, params):
     store = ProgramStore(folder, program_key(MODEL, CONFIG))
     runner = ModelRunner(MODEL, CONFIG, params, store=store)
     runner.compile_all()
-    store.save_facts({"memory": runner.memory_facts(), "classes": {}})
+    store.save_facts({"memory": runner.ledger.memory_facts(), "classes": {}})
     packed = jnp.asarray(runner.layout.unchanged(does_decode=True))
     runner.forward(("decode", 8), packed)
     runner.forward(("prefill", (1, 32)), packed)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from headrace.engine.new_request import _checked_ids
 from headrace.engine.prompts import (
     Prompt,
     as_prompt,
@@ -11,7 +12,6 @@ from headrace.engine.prompts import (
     as_prompts_or_errors,
     spread_params,
 )
-from headrace.engine.request import _checked_ids
 from headrace.engine.sampling_params import SamplingParams
 
 

@@ -1,12 +1,13 @@
 """The sampler against sorted-vocabulary truths, and its promises on bits."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine import sampler
+from headrace.engine import sampler, thresholds
 
 V = 64
 
@@ -135,29 +136,90 @@ def test_seeds_and_positions_give_unrelated_noise():
     assert np.abs(first.std(1) - 1.2825).max() < 0.03
 
 
-def test_logprobs_are_those_of_the_raw_logits():
-    z = _logits(3)
-    token = jnp.array([3, 10, 60])
-    chosen, rank, ids, top = map(
-        np.asarray, sampler.token_logprobs(jnp.array(z), token, 5)
-    )
-    truth = z - np.log(np.exp(z.astype(np.float64)).sum(1, keepdims=True))
-    assert np.allclose(chosen, truth[np.arange(3), np.asarray(token)], atol=1e-5)
-    order = np.argsort(-z, axis=1)
-    assert ids.tolist() == order[:, :5].tolist()
-    assert np.allclose(top, np.take_along_axis(truth, order[:, :5], 1), atol=1e-5)
-    for row in range(3):
-        assert order[row, rank[row] - 1] == int(token[row])
-
-
 def test_top_p_that_underflows_keeps_the_likeliest():
     z = _logits(2)
     kept = sampler.keep_top_p(jnp.array(z), jnp.array([1e-44, 1e-30], jnp.float32))
     assert np.array_equal(kept, z == z.max(-1, keepdims=True))
 
 
-def test_fewer_tokens_than_logprobs_asked_gives_all_of_them():
-    z = jnp.array(_logits(2)[:, :5])
-    token = jnp.array([1, 2], jnp.int32)
-    ids, values = sampler.token_logprobs(z, token, 20)[2:]
-    assert ids.shape == values.shape == (2, 5)
+def _rows_of_all_kinds(seed):
+    """Ties, both zeros, -inf, wide and narrow rows, and one with a single number."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.normal(0, scale, 300) for scale in (0.01, 2.0, 30.0)]
+    rows += [rng.choice([-np.inf, -2.5, -0.0, 0.0, 3.5], 300) for _ in range(3)]
+    rows += [np.zeros(300), np.full(300, -np.inf), rng.normal(0, 1, 300) * 1e30]
+    rows[-2][7] = 1.5
+    rows[0][50:] = -np.inf
+    rows[-1][3] = 1.0
+    return jnp.array(np.stack(rows), jnp.float32)
+
+
+@pytest.mark.parametrize("k", [1, 2, 50, 299, 300, 1000])
+def test_both_searches_for_the_kth_largest_keep_the_same(k):
+    z_BV = _rows_of_all_kinds(k)
+    k_B1 = jnp.full((z_BV.shape[0], 1), k, jnp.int32)
+    digits = jax.jit(thresholds.top_k_by_digits)(z_BV, k_B1)
+    halving = jax.jit(thresholds.top_k_by_halving)(z_BV, k_B1)
+    assert np.array_equal(digits, halving)
+    kth = -np.sort(-np.asarray(z_BV), axis=1)[:, [min(k, 300) - 1]]
+    assert np.array_equal(halving, z_BV >= kth)
+
+
+@pytest.mark.parametrize("p", [1e-44, 0.05, 0.5, 0.9, 0.999, 1.0])
+def test_both_ways_to_the_best_token_in_top_p_find_the_same(p):
+    z_BV = _rows_of_all_kinds(3)
+    noise_BV = np.random.default_rng(1).gumbel(size=(40, *z_BV.shape))
+    p_B = jnp.full(z_BV.shape[0], p, jnp.float32)
+    trial = jax.jit(sampler.best_by_trial)
+    threshold = jax.jit(sampler.best_by_threshold)
+    for noise in noise_BV:
+        score_BV = z_BV + jnp.array(noise, jnp.float32)
+        expected = threshold(z_BV, score_BV, p_B)
+        assert np.array_equal(trial(z_BV, score_BV, p_B), expected)
+
+
+def test_rows_that_are_not_numbers_end_every_search():
+    z_BV = jnp.array([[1.0, jnp.nan, 0.5], [jnp.nan] * 3, [jnp.inf, 1.0, jnp.inf]])
+    k_B1 = jnp.ones((3, 1), jnp.int32)
+    p_B = jnp.full(3, 0.5)
+    assert jax.jit(thresholds.top_k_by_halving)(z_BV, k_B1).shape == z_BV.shape
+    assert jax.jit(sampler.best_by_trial)(z_BV, z_BV, p_B).shape == (3,)
+
+
+def test_top_p_takes_the_same_token_alone_and_among_others():
+    """A sum over few rows rounded otherwise, so a token on the edge could differ."""
+    z = np.random.default_rng(4).normal(0, 1, (16, 512)).astype(np.float32)
+    rows, counts = 16, (1, 2, 3, 8)
+    p_B = np.linspace(0.2, 0.9, rows, dtype=np.float32)
+    keep = jax.jit(sampler.keep_top_p)
+    weights = jax.jit(lambda z, p: sampler._top_p_weights(z, p)[1])
+    expected = np.asarray(keep(z, p_B)), np.asarray(weights(z, p_B[:, None]))
+    for count in counts:
+        for first in range(0, rows - count + 1, count):
+            some = slice(first, first + count)
+            assert np.array_equal(keep(z[some], p_B[some]), expected[0][some])
+            alone = weights(z[some], p_B[some][:, None])
+            assert np.array_equal(alone, expected[1][some])
+
+
+def test_both_zeros_tie_in_a_compiled_search():
+    """Adding 0.0 to tell -0.0 from nothing was dropped by the compiler."""
+    z = jnp.array([[-0.0, 0.0, -1.0, 0.0]], jnp.float32)
+    kept = jax.jit(sampler.keep_top_k)(z, jnp.array([1]))
+    assert kept.tolist() == [[True, True, False, True]]
+
+
+def test_greedy_rows_are_the_same_with_and_without_a_row_that_draws():
+    z = _logits(3)
+    z[0, [5, 9]] = 9.0
+    both = sampler.sample_tokens(
+        jnp.array(z),
+        seed_B2=jnp.ones((3, 2), jnp.uint32),
+        position_B=jnp.zeros(3, jnp.int32),
+        temperature_B=jnp.array([0.0, 0.0, 1.0], jnp.float32),
+        top_k_B=jnp.array([0, 2, 3], jnp.int32),
+        top_p_B=jnp.array([0.4, 1.0, 0.3], jnp.float32),
+        min_p_B=jnp.zeros(3, jnp.float32),
+    )
+    assert both[:2].tolist() == _draw(z[:2], temperature=0.0).tolist()
+    assert both[:2].tolist() == z[:2].argmax(-1).tolist()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from headrace.configs.schema import EngineConfig, ModelConfig
-from headrace.engine.request import RequestStatus, make_request
+from headrace.engine.new_request import make_request
+from headrace.engine.request import RequestStatus
 from headrace.engine.sampling_params import SamplingParams
 
 MODEL = ModelConfig(
@@ -61,7 +62,7 @@ def make(ids=(1, 5), engine=ENGINE, **params):
         ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", 1.0),
-        ("logprobs", -1),
+        ("logprobs", -2),
         ("logprobs", True),
         ("ignore_eos", 1),
         ("detokenize", None),
@@ -176,5 +177,5 @@ def test_stop_id_out_of_the_vocabulary_is_refused():
 
 def test_more_logprobs_than_the_engine_computes_are_refused():
     make(logprobs=5)
-    with pytest.raises(ValueError, match="max_logprobs 5, got 6"):
+    with pytest.raises(ValueError, match=r"logprobs must be in \[0, 5\] .*got 6"):
         make(logprobs=6)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from headrace.engine.request import RequestStatus
-from headrace.engine.schedule import StepResult
+from headrace.engine.schedule import Scores, StepResult
 
 
 def test_slots_are_given_lowest_first_in_order_of_arrival(engine_of):
@@ -106,7 +106,7 @@ def test_aborted_request_frees_its_pages_now_and_its_row_next_step(engine_of):
     for _ in range(3):
         engine.step()
     assert engine.scheduler.abort("gone") is gone
-    assert (gone.finish_reason, gone.is_finished, gone.pages) == ("abort", True, [])
+    assert (gone.finish_reason, gone.is_finished, gone.pages) == ("cancelled", True, [])
     assert len(gone.output_token_ids) == 3
     assert engine.step().released == (1,)  # slot 0, after `stays` moved down to it
     assert engine.step().released == ()
@@ -129,7 +129,7 @@ def test_slot_of_an_aborted_request_is_reused_in_the_step_that_releases_it(engin
 def test_abort_while_waiting_releases_nothing(engine_of):
     engine = engine_of()
     engine.add(engine.request("a", 5))
-    assert engine.scheduler.abort("a").finish_reason == "abort"
+    assert engine.scheduler.abort("a").finish_reason == "cancelled"
     assert not engine.scheduler.has_work and engine.step() is None
 
 
@@ -203,11 +203,14 @@ def test_logprobs_list_the_sampled_token_first_and_as_many_as_asked(engine_of):
     result = StepResult(
         token_ids=np.array([4, 6, 0, 0], np.int32),
         finish_codes=np.zeros(4, np.int32),
-        logprob=np.array([-2.0, -0.5, 0, 0], np.float32),
-        rank=np.array([3, 1, 0, 0], np.int32),
-        top_ids=np.array([[1, 2, 4], [6, 1, 2], [0] * 3, [0] * 3], np.int32),
-        top_logprobs=np.array(
-            [[-0.25, -1, -2], [-0.5, -1.5, -2], [0] * 3, [0] * 3], np.float32
+        scores=Scores(
+            logprob=np.array([-2.0, -0.5, 0, 0], np.float32),
+            rank=np.array([3, 1, 0, 0], np.int32),
+            top_ids=np.array([[1, 2, 4], [6, 1, 2], [0] * 3, [0] * 3], np.int32),
+            top_logprobs=np.array(
+                [[-0.25, -1, -2], [-0.5, -1.5, -2], [0] * 3, [0] * 3], np.float32
+            ),
+            log_total=np.zeros(4, np.float32),
         ),
     )
     assert engine.scheduler.update(schedule, result) == asks

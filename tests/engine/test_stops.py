@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.engine.request import make_siblings
+from headrace.engine.new_request import make_siblings
 from headrace.engine.request_state import RequestState
 
 

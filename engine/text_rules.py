@@ -1,0 +1,59 @@
+"""What a request says about text, brought to token ids before it starts. No jax.
+
+The engine below knows ids alone: bad words become token sequences, and structured
+outputs a grammar over ids.
+"""
+
+from headrace.configs.schema import ModelConfig
+from headrace.engine.sampling_params import SamplingParams
+from headrace.engine.structured import GrammarCompiler, GrammarState
+from headrace.engine.tokenizer import Tokenizer
+
+
+class TextRules:
+    """Resolves rules of text for one model.
+
+    Args:
+      tokenizer: None where the model has none; rules of text are then refused.
+      model_config: gives the vocabulary.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, model_config: ModelConfig) -> None:
+        self._tokenizer, self._model_config = tokenizer, model_config
+        self._compiler: GrammarCompiler | None = None
+
+    def bad_ids(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """Token sequences that spell the bad words, as they begin a text or follow a
+        space.
+
+        Raises:
+          ValueError: there is no tokenizer for them, or for stop strings.
+        """
+        for name in ("stop", "bad_words"):
+            if getattr(params, name) and self._tokenizer is None:
+                raise ValueError(f"{name} needs a tokenizer, which this model has not")
+        found = []
+        for word in params.bad_words or ():
+            assert self._tokenizer is not None
+            bare = word.lstrip() or word
+            for text in (bare, f" {bare}"):
+                found.append(tuple(self._tokenizer.encode(text, add_bos=False)))
+        return found
+
+    def grammar(self, params: SamplingParams) -> GrammarState | None:
+        """The grammar of the whole output, at its beginning.
+
+        Raises:
+          ValueError: it cannot be read, or there is no tokenizer for it.
+        """
+        if params.structured_outputs is None:
+            return None
+        if self._tokenizer is None:
+            raise ValueError(
+                "structured_outputs needs a tokenizer, which this model has not"
+            )
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(
+                self._tokenizer.to_json(), vocab_size=self._model_config.vocab_size
+            )
+        return self._compiler.compile(params.structured_outputs)
