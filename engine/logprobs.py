@@ -100,7 +100,7 @@ def top_ids_by_turns(z_BV: Float[Array, "B V"], num_top: int) -> Int[Array, "B J
     What is left of a block is what comes after the last id found, so nothing has to be
     marked as taken: the logits are read once, and only their blocks' maxima change.
     """
-    B, V = z_BV.shape
+    B = z_BV.shape[0]
     z_BNS = _padded(z_BV).reshape(B, -1, _BLOCK)
     block_1N = jnp.arange(z_BNS.shape[1], dtype=jnp.int32)[None, :]
     lane_1S = jnp.arange(_BLOCK, dtype=jnp.int32)[None, :]
@@ -110,7 +110,7 @@ def top_ids_by_turns(z_BV: Float[Array, "B V"], num_top: int) -> Int[Array, "B J
         block_B1 = _first_best(best_BN)
         z_BS = jnp.take_along_axis(z_BNS, block_B1[:, :, None], axis=1)[:, 0]
         key_BS, id_BS = ordered_bits(z_BS), block_B1 * _BLOCK + lane_1S
-        is_left_BS = _comes_after(key_BS, id_BS, last_B1, last_id_B1) & (id_BS < V)
+        is_left_BS = _comes_after(key_BS, id_BS, last_B1, last_id_B1)
         left_BS = jnp.where(is_left_BS, key_BS, _NONE)
         lane_B1 = _first_best(left_BS)
         key_B1 = left_BS.max(1, keepdims=True)
@@ -136,7 +136,7 @@ def top_ids_by_ranks(z_BV: Float[Array, "B V"], num_top: int) -> Int[Array, "B J
     The J largest lie in the J blocks that come first by (maximum, place). A rank is a
     count of all that comes before: many comparisons, but few and static launches.
     """
-    B, V = z_BV.shape
+    B = z_BV.shape[0]
     best_BN = ordered_bits(_padded(z_BV).reshape(B, -1, _BLOCK).max(-1))
     start_1N = jnp.arange(best_BN.shape[1], dtype=jnp.int32)[None, :] * _BLOCK
     start_BJ = _first_by_rank(
@@ -148,7 +148,6 @@ def top_ids_by_ranks(z_BV: Float[Array, "B V"], num_top: int) -> Int[Array, "B J
         key_BC = ordered_bits(
             jnp.take_along_axis(z_BV, id_BC, axis=1, mode="fill", fill_value=-jnp.inf)
         )
-        key_BC = jnp.where(id_BC < V, key_BC, _NONE)
         best_BN = key_BC.reshape(B, -1, part).max(-1)
         start_BJ = _first_by_rank(best_BN, id_BC[:, ::part], num_top)
     return start_BJ
@@ -186,6 +185,9 @@ def _first_best(key_BN: Int[Array, "B N"]) -> Int[Array, "B 1"]:
 
 
 def _padded(z_BV: Float[Array, "B V"]) -> Float[Array, "B W"]:
-    """Rows filled up with -inf to a whole number of blocks."""
+    """Rows filled up with -inf to a whole number of blocks.
+
+    What fills them has the highest ids, so it comes last even among equals.
+    """
     short = -z_BV.shape[1] % _BLOCK
     return jnp.pad(z_BV, ((0, 0), (0, short)), constant_values=-jnp.inf)

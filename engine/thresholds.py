@@ -111,7 +111,7 @@ def top_k_by_halving(
         new_B1 = row_sum((key_BV >= middle_B1).astype(jnp.int32))
         is_open_B1 = is_open(low_B1, high_B1, count_B1)
         rises_B1 = is_open_B1 & (new_B1 >= k_B1)
-        falls_B1 = is_open_B1 & (new_B1 < k_B1)
+        falls_B1 = is_open_B1 & ~rises_B1
         low_B1 = jnp.where(rises_B1, middle_B1, low_B1)
         high_B1 = jnp.where(falls_B1, middle_B1, high_B1)
         return i + 1, low_B1, high_B1, jnp.where(rises_B1, new_B1, count_B1)

@@ -78,6 +78,7 @@ def smollm_llm():
             "num_slots": 16,
             "decode_batch_sizes": (8, 16),
             "prefill_shapes": ((1, 64), (1, 256)),
+            "scoring": True,
         },
     )
     yield llm

@@ -13,6 +13,9 @@ pytestmark = pytest.mark.real_model
 GOLDEN = json.loads(
     (pathlib.Path(__file__).parents[1] / "golden/smollm2_135m_greedy.json").read_text()
 )
+SCORES = json.loads(
+    (pathlib.Path(__file__).parents[1] / "golden/smollm2_135m_scores.json").read_text()
+)
 GREEDY = SamplingParams(
     temperature=0,
     max_tokens=48,
@@ -60,6 +63,46 @@ def test_first_step_logprobs_agree_within_a_thousandth(outputs):
             worst = max(worst, abs(first[int(token_id)].logprob - truth))
     print(f"largest difference {worst:.2e} nat")
     assert worst < 1e-3
+
+
+@pytest.fixture(scope="module")
+def scored(smollm_llm):
+    """The prompts with their golden tokens behind them, as prompts to be scored."""
+    prompts = [row["ids"] + row["tokens"] for row in GOLDEN["prompts"]]
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=5)
+    return smollm_llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_prompt_logprobs_and_the_best_five_are_those_of_transformers(scored):
+    """smollm2_135m_scores.json; neighbours closer than 2e-3 may change places."""
+    worst = places = 0
+    for output, truth in zip(scored, SCORES["prompts"], strict=True):
+        entries = output.prompt_logprobs[truth["first"] :]
+        ids = output.prompt_token_ids[truth["first"] :]
+        rows = zip(entries, ids, truth["logprobs"], truth["top_ids"],
+                   truth["top_logprobs"], strict=True)  # fmt: skip
+        for entry, token_id, logprob, top_ids, top_logprobs in rows:
+            worst = max(worst, abs(entry[token_id].logprob - logprob))
+            ranked = {e.rank: i for i, e in reversed(entry.items())}
+            values = dict(zip(top_ids, top_logprobs, strict=True))
+            for place, expected in enumerate(top_ids):
+                got = ranked[place + 1]
+                if got == expected:
+                    worst = max(worst, abs(entry[got].logprob - values[expected]))
+                    continue
+                assert abs(entry[got].logprob - values[expected]) < 2e-3
+            places += 1
+    print(f"{places} places, largest difference {worst:.2e} nat")
+    assert places > 1500 and worst < 1e-3
+
+
+def test_generated_logprobs_are_those_of_scoring_bit_for_bit(outputs, scored):
+    for output, score in zip(outputs, scored, strict=True):
+        one = output.outputs[0]
+        for token_id, made, told in zip(
+            one.token_ids, one.logprobs, score.prompt_logprobs[-48:], strict=True
+        ):
+            assert made[token_id].logprob == told[token_id].logprob
 
 
 def test_text_prompts_and_chats_give_the_reference_ids(smollm_llm):
