@@ -12,9 +12,12 @@ _HOMES = {
     "AsyncLLM": "headrace.engine.async_llm",
     "QueueFullError": "headrace.engine.admission",
     "SamplingParams": "headrace.engine.sampling_params",
+    "StructuredOutputsParams": "headrace.engine.structured_params",
     "RequestOutput": "headrace.engine.outputs",
     "CompletionOutput": "headrace.engine.outputs",
     "Logprob": "headrace.engine.outputs",
+    "ScoreOutput": "headrace.engine.scoring",
+    "PerplexityOutput": "headrace.engine.scoring",
     "EngineConfig": "headrace.configs.schema",
     "ModelConfig": "headrace.configs.schema",
 }

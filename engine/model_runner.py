@@ -164,7 +164,9 @@ class ModelRunner:
             )
         return self._programs[key]
 
-    def forward(self, key: ProgramKey, packed: jax.Array) -> TokenScores | None:
+    def forward(
+        self, key: ProgramKey, packed: jax.Array | np.ndarray
+    ) -> TokenScores | None:
         """Dispatches one decode, prefill or score call; the last gives scores."""
         self.kv_cache, self.logits_BQV, *scores = self.program(key)(
             self.params, self.kv_cache, self.logits_BQV, self.slots, packed
@@ -172,7 +174,10 @@ class ModelRunner:
         return scores[0] if scores else None
 
     def sample(
-        self, key: ProgramKey, packed: jax.Array, mask_BW: jax.Array | None = None
+        self,
+        key: ProgramKey,
+        packed: jax.Array | np.ndarray,
+        mask_BW: jax.Array | None = None,
     ) -> StepOutput:
         """Dispatches one sample call; the slot state moves on.
 
@@ -197,8 +202,9 @@ class ModelRunner:
             self._save(move)
         for move in plan.loads:
             self._load(move)
-        # A new array each step: the device may still read the one before.
-        self._packed = jnp.asarray(plan.packed)
+        # The plan's own array, which nobody writes to again: a step in flight may still
+        # read it. A program takes it as cheaply as one that is on the device already.
+        self._packed = plan.packed
         self._scores = None
         if plan.decode_bucket is not None:
             self.forward(("decode", plan.decode_bucket), self._packed)

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from headrace.engine.request import MAX_BAD_WORD_LEN, Request
 from headrace.engine.slots import SlotState
@@ -120,7 +120,9 @@ def process(
     y_BV = z_BV + extras.bias_BV[rows.extra_row_B]
     y_BV = _forbid_stops(y_BV, rows)
     y_BV = _forbid_bad_words(y_BV, rows, extras)
-    y_BV = jnp.where(_unpacked(mask_BW, z_BV.shape[1]), y_BV, -jnp.inf)
+    y_BV = jax.lax.cond(
+        jnp.any(mask_BW != -1), _apply_mask, lambda y, _: y, y_BV, mask_BW
+    )
     repetition_B1 = rows.repetition_B[:, None]
     punished_BV = jnp.where(y_BV > 0, y_BV / repetition_B1, y_BV * repetition_B1)
     y_BV = jnp.where(count_BV > 0, punished_BV, y_BV)
@@ -157,10 +159,13 @@ def _forbid_bad_words(
     return y_BV.at[row_B1, id_BN].set(-jnp.inf, mode="drop")
 
 
-def _unpacked(mask_BW: Int[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
-    """A bool per id from 32 bits per word."""
+def _apply_mask(
+    y_BV: Float[Array, "B V"], mask_BW: Int[Array, "B W"]
+) -> Float[Array, "B V"]:
+    """No id whose bit is not set."""
+    B, V = y_BV.shape
     bits_BWI = (mask_BW[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
-    return bits_BWI.reshape(mask_BW.shape[0], -1)[:, :vocab_size] == 1
+    return jnp.where(bits_BWI.reshape(B, -1)[:, :V] == 1, y_BV, -jnp.inf)
 
 
 def count_tokens(

@@ -43,9 +43,9 @@ def gumbel_noise(
     b_B = _mix(seed_B2[:, 1] + _mix(position ^ jnp.uint32(0x7F4A7C15)) + a_B)
     token_V = jnp.arange(vocab_size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)
     h_BV = _mix(_mix(token_V[None, :] + a_B[:, None]) ^ b_B[:, None])
-    # 23 bits and a half: exact in float32, never 0 and never 1.
+    # 23 bits and a half: it and 1 less it are exact in float32, never 0 and never 1.
     uniform_BV = ((h_BV >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
-    return -jnp.log(-jnp.log1p(-uniform_BV))
+    return -jnp.log(-jnp.log(1 - uniform_BV))
 
 
 def keep_top_k(

@@ -116,14 +116,15 @@ def test_request_without_a_tenant_is_refused_where_there_are_several(small_llm):
 
 
 def test_each_turn_reads_once_and_only_after_the_next_dispatch(tiny_llm, monkeypatch):
-    runner, events = tiny_llm._runner, []
+    runner, events, packs = tiny_llm._runner, [], []
     for name in ("forward", "sample", "read"):
         real = getattr(runner, name)
 
         def spy(*args, _real=real, _name=name):
             events.append(_name)
-            arrays = [a for a in args if isinstance(a, np.ndarray)]
-            assert _name == "read" or not arrays, "a host array besides the packed one"
+            if _name != "read":
+                (packed,) = [a for a in args if isinstance(a, np.ndarray)]
+                packs.append(packed)
             return _real(*args)
 
         monkeypatch.setattr(runner, name, spy)
@@ -131,6 +132,9 @@ def test_each_turn_reads_once_and_only_after_the_next_dispatch(tiny_llm, monkeyp
     steps = ["forward", "sample"]
     # Step N + 1 is dispatched before step N is read; the last step reads alone.
     assert events == [*steps, *[*steps, "read"] * 4, "read"]
+    # One host array a step, the same for its programs and for no other step.
+    assert [packs[i] is packs[i + 1] for i in range(9)] == [True, False] * 4 + [True]
+    assert len({id(packed) for packed in packs}) == 5
     assert len(runner.ledger.entries) == len(runner.program_keys())
 
 
