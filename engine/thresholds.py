@@ -18,6 +18,8 @@ _MINUS_INF_KEY = -0x7F800000
 _FIRST_DROP = 16.0
 # Passes after which halving the numbers gives way to halving their bit patterns.
 _MAX_HALVINGS = 24
+# Where k is smaller than the number of blocks, so many blocks of ids are searched.
+_NUM_BLOCKS, _BLOCK = 64, 128
 
 
 def row_sum(y_BV: Shaped[Array, "*X V"]) -> Shaped[Array, "*X 1"]:
@@ -97,6 +99,36 @@ def top_k_by_halving(
 ) -> Bool[Array, "B V"]:
     """As `keep_top_k`, for k > 0, until each row has its k or nothing is between.
 
+    For small k the search sees the best blocks of each row only.
+    """
+    key_BV = ordered_bits(z_BV)
+    if z_BV.shape[1] < 2 * _NUM_BLOCKS * _BLOCK:
+        return key_BV >= _halve(z_BV, k_B1)
+    low_B1 = jax.lax.cond(
+        jnp.all(k_B1 < _NUM_BLOCKS),
+        lambda z_BV, k_B1: _halve(_best_blocks(z_BV), k_B1),
+        _halve,
+        *(z_BV, k_B1),
+    )
+    return key_BV >= low_B1
+
+
+def _best_blocks(z_BV: Float[Array, "B V"]) -> Float[Array, "B W"]:
+    """The blocks of ids with the largest maxima.
+
+    A number outside is exceeded or met by the maximum of each: by `_NUM_BLOCKS` others.
+    So what leaves fewer than that many inside leaves none of those outside.
+    """
+    B, V = z_BV.shape
+    padded_BV = jnp.pad(z_BV, ((0, 0), (0, -V % _BLOCK)), constant_values=-jnp.inf)
+    z_BNS = padded_BV.reshape(B, -1, _BLOCK)
+    block_BJ = jax.lax.top_k(z_BNS.max(-1), _NUM_BLOCKS)[1]
+    return jnp.take_along_axis(z_BNS, block_BJ[:, :, None], axis=1).reshape(B, -1)
+
+
+def _halve(z_BV: Float[Array, "B V"], k_B1: Int[Array, "B 1"]) -> Int[Array, "B 1"]:
+    """A key that k numbers of each row reach, or as few more as there are ties.
+
     Halves the numbers, not their bit patterns: logits lie more evenly.
     """
     key_BV = ordered_bits(z_BV)
@@ -122,8 +154,7 @@ def top_k_by_halving(
         ordered_bits(z_BV.max(-1, keepdims=True)) + 1,
         jnp.full_like(k_B1, z_BV.shape[1]),
     )
-    low_B1 = jax.lax.while_loop(lambda s: is_open(*s[1:]).any(), halve, state)[1]
-    return key_BV >= low_B1
+    return jax.lax.while_loop(lambda s: is_open(*s[1:]).any(), halve, state)[1]
 
 
 def _middle(

@@ -223,3 +223,23 @@ def test_greedy_rows_are_the_same_with_and_without_a_row_that_draws():
     )
     assert both[:2].tolist() == _draw(z[:2], temperature=0.0).tolist()
     assert both[:2].tolist() == z[:2].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("k", [1, 2, 62, 63, 64, 65, 1000])
+def test_search_in_the_best_blocks_keeps_what_a_sort_keeps(k):
+    """From k = 64 on all of the row is searched."""
+    rng = np.random.default_rng(k)
+    z = np.stack(
+        [
+            rng.standard_normal(20000),
+            rng.integers(0, 40, 20000),  # ties in every block
+            np.where(np.arange(20000) % 128 == 5, 7.0, rng.random(20000)),
+            np.sort(rng.random(20000))[::-1],  # all of the largest in one block
+            np.where(np.arange(20000) < 40, 1.0, -np.inf),
+        ]
+    ).astype(np.float32)
+    limit = jnp.full(len(z), k, jnp.int32)
+    kept = np.asarray(jax.jit(sampler.keep_top_k)(jnp.array(z), limit))
+    least = np.sort(z, axis=1)[:, -k]
+    assert (kept[:4] == (z >= least[:, None])[:4]).all()
+    assert kept[4, :40].all()
