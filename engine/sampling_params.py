@@ -6,7 +6,7 @@ import math
 import numbers
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.engine.structured_params import StructuredOutputsParams
 
@@ -52,7 +52,8 @@ class SamplingParams:
       allowed_token_ids: only these can be sampled; None allows all.
       bad_words: texts that the output will not have, as the tokens that spell them, at
         its beginning or after a space.
-      structured_outputs: what the whole output must match, see StructuredOutputsParams.
+      structured_outputs: what the whole output must match, see
+        StructuredOutputsParams; a mapping of its fields does as well.
       detokenize: produce text.
       skip_special_tokens: leave special tokens out of the text.
       spaces_between_special_tokens: for tokenizers that put spaces between special
@@ -84,7 +85,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: str | Sequence[str] | None = ()
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -156,11 +157,7 @@ class SamplingParams:
         kinds = typing.get_args(OutputKind)
         if self.output_kind not in kinds:
             raise ValueError(f"output_kind must be in {kinds}, got {self.output_kind}")
-        grammar = self.structured_outputs
-        if not isinstance(grammar, StructuredOutputsParams | None):
-            raise ValueError(
-                f"structured_outputs must be StructuredOutputsParams, got {grammar!r}"
-            )
+        self._store("structured_outputs", _structured(self.structured_outputs))
 
     @functools.cached_property
     def has_extras(self) -> bool:
@@ -191,6 +188,20 @@ class SamplingParams:
 
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def _structured(value: object) -> StructuredOutputsParams | None:
+    """What the output must match, from a mapping too."""
+    if not isinstance(value, Mapping):
+        if not isinstance(value, StructuredOutputsParams | None):
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputsParams, got {value!r}"
+            )
+        return value
+    known = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
+    if unknown := sorted(set(map(str, value)) - set(known)):
+        raise ValueError(f"structured_outputs must have keys of {known}, got {unknown}")
+    return StructuredOutputsParams(**value)
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:

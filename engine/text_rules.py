@@ -7,6 +7,7 @@ outputs a grammar over ids.
 from headrace.configs.schema import ModelConfig
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.structured import GrammarCompiler, GrammarState
+from headrace.engine.structured_params import StructuredOutputsParams
 from headrace.engine.tokenizer import Tokenizer
 
 
@@ -46,8 +47,10 @@ class TextRules:
         Raises:
           ValueError: it cannot be read, or there is no tokenizer for it.
         """
-        if params.structured_outputs is None:
+        asked = params.structured_outputs
+        if asked is None:
             return None
+        assert isinstance(asked, StructuredOutputsParams)  # from a mapping, too
         if self._tokenizer is None:
             raise ValueError(
                 "structured_outputs needs a tokenizer, which this model has not"
@@ -56,4 +59,4 @@ class TextRules:
             self._compiler = GrammarCompiler(
                 self._tokenizer.to_json(), vocab_size=self._model_config.vocab_size
             )
-        return self._compiler.compile(params.structured_outputs)
+        return self._compiler.compile(asked)

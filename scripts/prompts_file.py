@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
-from headrace.engine.outputs import RequestOutput
+from headrace.engine.outputs import Logprob, RequestOutput
 from headrace.engine.prompts import as_prompt_or_error
 from headrace.engine.sampling_params import SamplingParams
 
@@ -95,6 +95,8 @@ def _json_row(
     changed = dataclasses.replace(params, **fields)
     if changed.n > 1:
         raise ValueError(f"n must be 1 in a file of prompts, got {changed.n}")
+    # A file has whole results, whatever a stream would yield.
+    changed = dataclasses.replace(changed, output_kind="delta")
     return PromptRow(
         id=row_id,
         line=number,
@@ -123,23 +125,31 @@ def result_fields(row: PromptRow, output: RequestOutput) -> dict[str, Any]:
         "token_ids": list(completion.token_ids),
         "num_prompt_tokens": len(output.prompt_token_ids),
         "finish_reason": completion.finish_reason,
+        "finish_message": completion.finish_message,
         "stop_reason": completion.stop_reason,
         "seed": completion.seed,
         "error": output.error and f"line {row.line}: {output.error}",
     }
     if completion.logprobs is not None:
         fields["cumulative_logprob"] = completion.cumulative_logprob
-        fields["logprobs"] = [
-            {str(token_id): dataclasses.asdict(one) for token_id, one in step.items()}
-            for step in completion.logprobs
+        fields["logprobs"] = [_named(step) for step in completion.logprobs]
+    if output.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = [
+            step and _named(step) for step in output.prompt_logprobs
         ]
     return fields
 
 
+def _named(step: dict[int, Logprob]) -> dict[str, Any]:
+    """Log-probabilities of one place, as JSON has them."""
+    return {str(token_id): dataclasses.asdict(one) for token_id, one in step.items()}
+
+
 def whole_output(pieces: Iterable[RequestOutput]) -> RequestOutput:
     """A stream's deltas as one output, as if it had not been streamed."""
-    text, token_ids, logprobs = "", [], []
+    text, token_ids, logprobs, prompt_logprobs = "", [], [], None
     for output in pieces:
+        prompt_logprobs = prompt_logprobs or output.prompt_logprobs
         piece = output.outputs[0]
         text += piece.text
         token_ids += piece.token_ids
@@ -150,7 +160,9 @@ def whole_output(pieces: Iterable[RequestOutput]) -> RequestOutput:
         token_ids=token_ids,
         logprobs=None if piece.logprobs is None else logprobs,
     )
-    return dataclasses.replace(output, outputs=[joined])
+    return dataclasses.replace(
+        output, outputs=[joined], prompt_logprobs=prompt_logprobs
+    )
 
 
 @contextlib.contextmanager

@@ -187,8 +187,14 @@ def test_rules_of_text_need_a_tokenizer(tiny_llm):
     ):
         with pytest.raises(ValueError, match="needs a tokenizer, which"):
             tiny_llm.generate([5], SamplingParams(**params))
-    for value in ({"json": {}}, "json"):
-        with pytest.raises(ValueError, match="must be StructuredOutputsParams"):
+    same = SamplingParams(structured_outputs={"regex": "a+"}).structured_outputs
+    assert same == Structured(regex="a+")
+    for value, message in (
+        ("json", "must be StructuredOutputsParams"),
+        ({"jsn": {}}, r"must have keys of .*'json', .*got \['jsn'\]"),
+        ({"json": {}, "regex": "a"}, "exactly one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
             SamplingParams(structured_outputs=value)
 
 

@@ -77,3 +77,24 @@ def test_benchmark_counts_every_token(run_main, tmp_path, capsys):
     assert (line["model"], line["slots"]) == ("tiny-random-weights", 12)
     assert 0 < line["ttft_ms_p50"] <= line["wall_s"] * 1e3
     assert line["peak_rss_mb"] > 50 and line["own_cores_busy"] > 0
+
+
+def test_row_of_a_file_may_have_a_grammar_and_a_scored_prompt(
+    run_main, monkeypatch, text_llm, tmp_path, capsys
+):
+    monkeypatch.setattr(engine_flags, "build_llm", lambda: text_llm)
+    rows = [
+        {"prompt": "ab", "structured_outputs": {"regex": "x{3}"}, "prompt_logprobs": 1},
+        {"prompt": "ab", "structured_outputs": {"regex": "y{2}"}, "bad_words": ["yy"]},
+        {"prompt": "c", "output_kind": "cumulative", "logprobs": 0},
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    run_main(generate, "--max_tokens=6", "--raw", f"--prompts_file={path}")
+    shaped, stuck, whole = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (shaped["text"], shaped["finish_reason"]) == ("xxx", "stop")
+    ids = text_llm.tokenizer.encode("ab")
+    assert len(shaped["prompt_logprobs"]) == len(ids)
+    assert (stuck["text"], stuck["finish_reason"]) == ("y", "error")
+    assert "together forbid" in stuck["finish_message"]
+    assert len(whole["token_ids"]) == len(whole["logprobs"]) == 6
