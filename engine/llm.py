@@ -4,10 +4,11 @@ One process, no globals: `del llm` (or `close`) frees the device memory.
 """
 
 import dataclasses
+import functools
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax
 from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
 from headrace.checkpoints.load import Checkpoint, load_checkpoint
 from headrace.configs.schema import EngineConfig
-from headrace.engine import chat_template, prompts, scoring, sizing
+from headrace.engine import prompts, scoring, sizing
 from headrace.engine.batch_run import Batch
 from headrace.engine.device_facts import device_facts, place_params
 from headrace.engine.ledger import Ledger
@@ -23,6 +24,7 @@ from headrace.engine.loop import EngineLoop
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.outputs import RequestOutput
 from headrace.engine.program_store import ProgramStore, program_key
+from headrace.engine.prompt_reader import PromptReader
 from headrace.engine.request_state import RequestState
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.scoring import PerplexityOutput, ScoreOutput
@@ -108,6 +110,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = (
             HFTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
         )
+        self._reader = PromptReader(self.tokenizer)
         self._runner = runner
         self._loop = EngineLoop(
             runner,
@@ -135,6 +138,7 @@ class LLM:
         sampling_params: prompts.ParamsLike = None,
         *,
         use_tqdm: bool = True,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Completes prompts; the outputs are in the order of the prompts.
 
@@ -143,6 +147,9 @@ class LLM:
             {"prompt_token_ids": [ids]}, or a list of these.
           sampling_params: one for all, or one for each.
           use_tqdm: show progress and output tokens per second.
+          **options: `priority`, `tenant`, `uses_cache`, `deadline_s` and
+            `queue_timeout_s` of all of them, see EngineLoop.submit. The other methods
+            take them as well.
 
         Returns:
           One output per prompt. In a list, a prompt that cannot run has
@@ -152,7 +159,7 @@ class LLM:
           ValueError: the only prompt cannot run, or the arguments do not fit.
         """
         items = prompts.as_prompts_or_errors(prompts_)
-        return self._batch(use_tqdm).run(items, sampling_params)
+        return self._batch(use_tqdm, options).run(items, sampling_params)
 
     def chat(
         self,
@@ -161,18 +168,26 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several, through the model's chat template."""
         items: list[prompts.Prompt | ValueError] = []
         for conversation in prompts.as_conversations(messages):
             try:
-                items.append(self._chat_prompt(conversation, add_generation_prompt))
+                items.append(
+                    self._reader.chat(
+                        conversation, add_generation_prompt=add_generation_prompt
+                    )
+                )
             except ValueError as error:
                 items.append(error)
-        return self._batch(use_tqdm).run(items, sampling_params)
+        return self._batch(use_tqdm, options).run(items, sampling_params)
 
     def stream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
     ) -> Stream:
         """Yields a prompt's output piece by piece.
 
@@ -184,11 +199,14 @@ class LLM:
             `next`.
         """
         (params,) = prompts.spread_params(sampling_params, 1)
-        state = self._submit(prompts.as_prompt(prompt), params)
+        state = self._submit(prompts.as_prompt(prompt), params, **options)
         return Stream(state, self._loop.turn, self._loop.drop)
 
     def stream_chat(
-        self, messages: Any, sampling_params: SamplingParams | None = None
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
     ) -> Stream:
         """Like `stream`, for one conversation."""
         conversations = prompts.as_conversations(messages)
@@ -197,10 +215,16 @@ class LLM:
                 f"stream_chat takes one conversation, got {len(conversations)}"
             )
         conversation = conversations[0]
-        return self.stream(self._chat_prompt(conversation, True), sampling_params)
+        prompt = self._reader.chat(conversation, add_generation_prompt=True)
+        return self.stream(prompt, sampling_params, **options)
 
     def score(
-        self, prompts_: Any, continuations: Any, *, use_tqdm: bool = True
+        self,
+        prompts_: Any,
+        continuations: Any,
+        *,
+        use_tqdm: bool = True,
+        **options: Any,
     ) -> list[ScoreOutput]:
         """How likely the model finds continuations of prompts; see scoring.
 
@@ -214,10 +238,16 @@ class LLM:
           ValueError: the engine was built without `scoring`, the numbers differ, or
             the only pair cannot be scored; one of several has it as its `error`.
         """
-        return scoring.score(self._scorer(use_tqdm), prompts_, continuations)
+        scorer = self._scorer(use_tqdm, options)
+        return scoring.score(scorer, prompts_, continuations)
 
     def perplexity(
-        self, text: Any, *, stride: int | None = None, use_tqdm: bool = True
+        self,
+        text: Any,
+        *,
+        stride: int | None = None,
+        use_tqdm: bool = True,
+        **options: Any,
     ) -> PerplexityOutput:
         """Perplexity of one text, however long; see scoring.
 
@@ -229,13 +259,15 @@ class LLM:
         Raises:
           ValueError: the engine was built without `scoring`, or the text is too short.
         """
-        return scoring.perplexity(self._scorer(use_tqdm), text, stride)
+        return scoring.perplexity(self._scorer(use_tqdm, options), text, stride)
 
-    def _batch(self, use_tqdm: bool) -> Batch:
-        return Batch(self._loop, self._submit, use_tqdm=use_tqdm)
+    def _batch(self, use_tqdm: bool, options: Mapping[str, Any]) -> Batch:
+        submit = functools.partial(self._submit, **options)
+        return Batch(self._loop, submit, use_tqdm=use_tqdm)
 
-    def _scorer(self, use_tqdm: bool) -> scoring.Scorer:
-        return scoring.Scorer(self.engine_config, self._ids_of, self._batch(use_tqdm))
+    def _scorer(self, use_tqdm: bool, options: Mapping[str, Any]) -> scoring.Scorer:
+        batch = self._batch(use_tqdm, options)
+        return scoring.Scorer(self.engine_config, self._reader, batch)
 
     def close(self) -> None:
         """Frees the device memory; the object cannot be used afterwards."""
@@ -245,37 +277,14 @@ class LLM:
         """Counters, gauges and histograms since start, JSON-ready; see metrics."""
         return self._loop.stats()
 
-    def _chat_prompt(self, messages: Any, add_generation_prompt: bool) -> Any:
-        tokenizer = self._require_tokenizer()
-        text = chat_template.render(
-            tokenizer.chat_template,
-            messages,
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
-            add_generation_prompt=add_generation_prompt,
-        )
-        return prompts.Prompt(text=text, is_chat=True)
-
-    def _require_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(
-                "this model has no tokenizer: pass token ids as the prompt"
-            )
-        return self.tokenizer
-
     def _submit(
         self, prompt: prompts.Prompt, params: SamplingParams, **options: Any
     ) -> RequestState:
         if self.is_closed:
             raise ValueError("this LLM is closed")
         # A rendered chat brings its own first token.
-        ids = self._ids_of(prompt, not prompt.is_chat)
+        ids = self._reader.ids(prompt, add_bos=not prompt.is_chat)
         return self._loop.submit(ids, params, prompt=prompt.text, **options)
-
-    def _ids_of(self, prompt: prompts.Prompt, add_bos: bool) -> Sequence[int]:
-        if prompt.token_ids is not None:
-            return prompt.token_ids
-        return self._require_tokenizer().encode(prompt.text or "", add_bos=add_bos)
 
 
 def _as_config(config: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:

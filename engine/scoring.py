@@ -7,13 +7,14 @@ pages from the prefix cache.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine import prompts
 from headrace.engine.batch_run import Batch
 from headrace.engine.outputs import RequestOutput
+from headrace.engine.prompt_reader import PromptReader
 from headrace.engine.sampling_params import SamplingParams
 
 
@@ -59,12 +60,12 @@ class Scorer:
 
     Attributes:
       config: resolved.
-      ids_of: token ids of a prompt, with the first token in front or without.
+      reader: token ids of a prompt.
       batch: runs prompts.
     """
 
     config: EngineConfig
-    ids_of: Callable[[prompts.Prompt, bool], Sequence[int]]
+    reader: PromptReader
     batch: Batch
 
     def run(self, items: Sequence[prompts.Prompt | ValueError]) -> list[RequestOutput]:
@@ -106,8 +107,8 @@ def _joined(
             if isinstance(part, ValueError):
                 raise part
         assert isinstance(first, prompts.Prompt) and isinstance(rest, prompts.Prompt)
-        before = scorer.ids_of(first, not first.is_chat)
-        after = scorer.ids_of(rest, False)
+        before = scorer.reader.ids(first, add_bos=not first.is_chat)
+        after = scorer.reader.ids(rest, add_bos=False)
         for name, ids in (("prompt", before), ("continuation", after)):
             if not len(ids):
                 raise ValueError(f"the {name} must have at least 1 token, got 0")
@@ -161,7 +162,7 @@ def perplexity(scorer: Scorer, text: Any, stride: int | None) -> PerplexityOutpu
     stride = window // 2 if stride is None else stride
     if not 1 <= stride < window:
         raise ValueError(f"stride must be in [1, {window - 1}], got {stride}")
-    ids = list(scorer.ids_of(prompts.as_prompt(text), True))
+    ids = list(scorer.reader.ids(prompts.as_prompt(text), add_bos=True))
     if len(ids) < 2:
         raise ValueError(f"the text must have at least 2 tokens, got {len(ids)}")
     last = max(0, -(-(len(ids) - window) // stride))  # index of the last window

@@ -110,7 +110,9 @@ def test_text_prompts_and_chats_give_the_reference_ids(smollm_llm):
     for row in GOLDEN["prompts"]:
         assert tokenizer.encode(row["text"]) == row["ids"]
         if row["messages"]:
-            prompt = smollm_llm._chat_prompt(row["messages"], True)
+            prompt = smollm_llm._reader.chat(
+                row["messages"], add_generation_prompt=True
+            )
             assert prompt.text == row["text"]
 
 

@@ -111,6 +111,9 @@ def test_request_without_a_tenant_is_refused_where_there_are_several(small_llm):
     try:
         with pytest.raises(ValueError, match="must name its tenant"):
             small_llm.generate([1, 2])
+        params = SamplingParams(max_tokens=1)
+        (output,) = small_llm.generate([1, 2], params, use_tqdm=False, tenant="a")
+        assert output.finished
     finally:
         loop._config = before
 

@@ -29,7 +29,7 @@ def truth(z, request, output, allowed):
     stop_ids, bad_ids = request.stop_ids, request.bad_ids
     y = z.astype(np.float64)
     if params.allowed_token_ids is not None:
-        y[[i for i in range(V) if i not in params.allowed_token_ids]] = -np.inf
+        y[np.setdiff1d(np.arange(len(y)), params.allowed_token_ids)] = -np.inf
     for token_id, bias in (params.logit_bias or {}).items():
         y[token_id] += bias
     if len(output) < params.min_tokens:
@@ -70,23 +70,46 @@ def tiny_with_v(tiny_config):
     return dataclasses.replace(model, vocab_size=V, stop_ids=(1, 2)), config
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+CASES = (
     PARAMS,
     IDS.filter(len),
     IDS,
     BAD_IDS,
     st.tuples(st.integers(0, 999), st.integers(0, B - 1)),
 )
-def test_any_combination_equals_numpy(
-    tiny_with_v, params, prompt, output, bad_ids, seed_and_slot
-):
-    seed, slot = seed_and_slot
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.tuples(*CASES))
+def test_any_combination_equals_numpy(tiny_with_v, case):
+    _compare(*tiny_with_v, case)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.tuples(*CASES))
+def test_any_combination_equals_numpy_at_150_000_ids(tiny_with_v, case):
+    def far(ids):
+        return [3749 * i for i in ids]
+
+    params, prompt, output, bad_ids, seed_and_slot = case
+    params = dict(params)
+    if "allowed_token_ids" in params:
+        params["allowed_token_ids"] = far(params["allowed_token_ids"])
+    bias = params.get("logit_bias", {})
+    params["logit_bias"] = {3749 * i: value for i, value in bias.items()}
+    bad_ids = [tuple(far(ids)) for ids in bad_ids]
+    model = dataclasses.replace(tiny_with_v[0], vocab_size=150_000, stop_ids=(3749,))
+    case = (params, far(prompt), far(output), bad_ids, seed_and_slot)
+    _compare(model, tiny_with_v[1], case)
+
+
+def _compare(model, config, case):
+    params, prompt, output, bad_ids, seed_and_slot = case
+    (seed, slot), V = seed_and_slot, model.vocab_size
     rng = np.random.default_rng(seed)
     z = rng.choice([-np.inf, -3.0, -0.0, 0.0, 2.5, 1e4, 7.25], (B, V)).astype(
         np.float32
     )
-    model, config = tiny_with_v
     params = SamplingParams(max_tokens=20, **params)
     bad_ids = [tuple(output[-2:]), *bad_ids] if output else bad_ids
     request = make_request(
@@ -136,7 +159,7 @@ def _rows(config, request, slot, row, position):
         presence_B=at(slots.presence_B, params.presence_penalty),
         frequency_B=at(slots.frequency_B, params.frequency_penalty),
         repetition_B=at(slots.repetition_B, params.repetition_penalty),
-        stop_ids_BS=at(slots.stop_ids_BS, jnp.array(request.stop_ids)),
+        stop_ids_BS=at(slots.stop_ids_BS, jnp.array(list(request.stop_ids * 2)[:2])),
         extra_row_B=jnp.array(order, jnp.int32),
     )
 
