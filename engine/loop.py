@@ -115,6 +115,7 @@ class EngineLoop:
         """
         with self.lock:
             self._check_alive()
+            self._text.check(params)
             request = make_request(
                 str(next(self._ids)),
                 token_ids,

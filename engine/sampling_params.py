@@ -56,8 +56,8 @@ class SamplingParams:
         StructuredOutputsParams; a mapping of its fields does as well.
       detokenize: produce text.
       skip_special_tokens: leave special tokens out of the text.
-      spaces_between_special_tokens: for tokenizers that put spaces between special
-        tokens; none of those that we read does, so both give the same text.
+      spaces_between_special_tokens: byte-level and SentencePiece tokenizers put none
+        there either way; with one that does, False is refused.
       output_kind: what a stream yields: "delta" (what came since the last one),
         "cumulative" (all so far) or "final_only". `generate` returns the whole anyway.
 
