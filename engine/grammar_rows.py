@@ -22,11 +22,11 @@ def advance_grammar(request: Request) -> bool:
     try:
         grammar.advance(request.output_token_ids[-1])
         is_over = not grammar.can_go_on
+        if is_over and not grammar.is_complete:
+            request.finish_message = "structured_outputs came to a dead end"
     except ValueError as error:
         request.finish_message = str(error)
         return True
-    if is_over and request.finish_reason == "length":
-        request.finish_reason = "stop"  # the last token that it may have was the end
     return is_over
 
 

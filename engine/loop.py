@@ -245,8 +245,13 @@ class EngineLoop:
             is_over = advance_grammar(request)
             completion.add_token()
             is_over |= completion.stopped_by is not None
+            reason: FinishReason = "error" if request.finish_message else "stop"
             if is_over and not request.is_finished:
-                self._end_early(request, "error" if request.finish_message else "stop")
+                self._end_early(request, reason)
+            elif is_over:
+                # The last token that it may have was the end. After its text: a
+                # request that the device stops shows none for its last token.
+                request.finish_reason = reason
             self.meter.count_token(request)
         return updated
 

@@ -115,7 +115,14 @@ def test_text_that_is_cut_by_its_length_says_so(text_llm):
     (output,) = _generate(text_llm, [[5]], params)
     assert output.outputs[0].finish_reason == "length"
     exact = SamplingParams(structured_outputs=Structured(regex="c{3}"), max_tokens=3)
-    assert _generate(text_llm, [[5]], exact)[0].outputs[0].finish_reason == "stop"
+    (one,) = _generate(text_llm, [[5]], exact)[0].outputs
+    assert (one.text, one.finish_reason) == ("ccc", "stop")
+    dead = Structured(grammar='start: "a" X\nX: /bc/ & /bd/')
+    (one,) = _generate(
+        text_llm, [[5]], SamplingParams(structured_outputs=dead)
+    )[0].outputs  # fmt: skip
+    assert (one.finish_reason, one.text) == ("error", "a")
+    assert "dead end" in one.finish_message
 
 
 def test_a_grammar_that_fails_ends_its_own_request_only(text_llm, monkeypatch):
