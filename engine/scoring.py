@@ -118,8 +118,8 @@ def _joined(
 
 
 def _score_output(output: RequestOutput, length: int) -> ScoreOutput:
-    if output.error is not None or output.prompt_logprobs is None:
-        return ScoreOutput(error=output.error)
+    if (error := _why_not_scored(output)) is not None:
+        return ScoreOutput(error=error)
     ids = output.prompt_token_ids[-length:]
     found = _entries(output)[-length:]
     logprobs = [value for value, _ in found]
@@ -133,15 +133,21 @@ def _score_output(output: RequestOutput, length: int) -> ScoreOutput:
     )
 
 
+def _why_not_scored(output: RequestOutput) -> str | None:
+    """Why some token has no score, None if all have."""
+    found, one = output.prompt_logprobs, output.outputs[0]
+    if output.error is not None or (found and None not in found[1:]):
+        return output.error
+    return one.finish_message or f"it ended before it was scored: {one.finish_reason}"
+
+
 def _entries(output: RequestOutput) -> list[tuple[float, int]]:
     """Log-probability and rank of every token but the first."""
     assert output.prompt_logprobs is not None
     found = []
     ids = output.prompt_token_ids
     for token_id, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True):
-        if entry is None:
-            # The engine was closed or has failed meanwhile.
-            raise RuntimeError("a scored request ended before its prompt was scored")
+        assert entry is not None
         one = entry[token_id]
         assert one.rank is not None
         found.append((one.logprob, one.rank))
@@ -170,8 +176,8 @@ def perplexity(scorer: Scorer, text: Any, stride: int | None) -> PerplexityOutpu
     items = [prompts.Prompt(token_ids=ids[b : b + window]) for b in begins]
     logprobs: list[float] = []
     for begin, output in zip(begins, scorer.run(items), strict=True):
-        if output.error is not None:
-            raise ValueError(output.error)
+        if (error := _why_not_scored(output)) is not None:
+            raise ValueError(error)
         # Token 1 + k of a window has entry k; those before were scored already.
         entries = _entries(output)[len(logprobs) - begin :]
         logprobs += [value for value, _ in entries]

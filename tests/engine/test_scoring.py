@@ -177,6 +177,10 @@ def test_what_cannot_be_scored_is_refused_or_told_in_its_place(tiny_llm):
     good, bad = tiny_llm.score([[1, 2], [3]], [[3], [600]], use_tqdm=False)
     assert good.error is None and len(good.logprobs) == 1
     assert "[0, 511], got 600" in bad.error and bad.logprobs == ()
+    late = tiny_llm.score([[1]] * 2, [[2]] * 2, use_tqdm=False, queue_timeout_s=1e-9)
+    assert {one.error for one in late} == {"it waited longer than its queue_timeout_s"}
+    with pytest.raises(ValueError, match="waited longer"):
+        tiny_llm.perplexity([1, 2], use_tqdm=False, queue_timeout_s=1e-9)
 
 
 def test_an_engine_without_scoring_says_what_it_needs(tiny_config, tiny_checkpoint):
