@@ -10,11 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from headrace.engine.thresholds import ordered_bits, row_sum
+from headrace.engine.thresholds import BLOCK, in_blocks, ordered_bits, row_sum
 
-# Ids per block of the search for the likeliest. Also the multiple to which sums are
-# padded, so that no exponential falls into what is left over from a vector.
-_BLOCK = 128
 # A part of a block, in the search by ranks.
 _PART = 16
 # Less than the key of any number.
@@ -45,8 +42,9 @@ def log_total(z_BV: Float[Array, "B V"]) -> Float[Array, " B"]:
     A row's bits do not depend on the number of rows.
     """
     top_B = z_BV.max(-1)
-    weight_BV = jnp.exp(_padded(z_BV) - top_B[:, None])
-    return jnp.log(row_sum(weight_BV)[:, 0]) + top_B
+    # In whole blocks, so that no exponential falls into what a vector leaves over.
+    weight_BNS = jnp.exp(in_blocks(z_BV) - top_B[:, None, None])
+    return jnp.log(row_sum(weight_BNS.reshape(z_BV.shape[0], -1))[:, 0]) + top_B
 
 
 def token_scores(
@@ -101,20 +99,20 @@ def top_ids_by_turns(z_BV: Float[Array, "B V"], num_top: int) -> Int[Array, "B J
     marked as taken: the logits are read once, and only their blocks' maxima change.
     """
     B = z_BV.shape[0]
-    z_BNS = _padded(z_BV).reshape(B, -1, _BLOCK)
+    z_BNS = in_blocks(z_BV)
     block_1N = jnp.arange(z_BNS.shape[1], dtype=jnp.int32)[None, :]
-    lane_1S = jnp.arange(_BLOCK, dtype=jnp.int32)[None, :]
+    lane_1S = jnp.arange(BLOCK, dtype=jnp.int32)[None, :]
 
     def turn(j: Int[Array, ""], state: tuple) -> tuple:
         best_BN, last_B1, last_id_B1, ids_BJ = state
         block_B1 = _first_best(best_BN)
         z_BS = jnp.take_along_axis(z_BNS, block_B1[:, :, None], axis=1)[:, 0]
-        key_BS, id_BS = ordered_bits(z_BS), block_B1 * _BLOCK + lane_1S
+        key_BS, id_BS = ordered_bits(z_BS), block_B1 * BLOCK + lane_1S
         is_left_BS = _comes_after(key_BS, id_BS, last_B1, last_id_B1)
         left_BS = jnp.where(is_left_BS, key_BS, _NONE)
         lane_B1 = _first_best(left_BS)
         key_B1 = left_BS.max(1, keepdims=True)
-        id_B1 = block_B1 * _BLOCK + lane_B1
+        id_B1 = block_B1 * BLOCK + lane_B1
         is_left_BS &= _comes_after(key_BS, id_BS, key_B1, id_B1)
         renewed_B1 = jnp.where(is_left_BS, key_BS, _NONE).max(1, keepdims=True)
         best_BN = jnp.where(block_1N == block_B1, renewed_B1, best_BN)
@@ -137,12 +135,12 @@ def top_ids_by_ranks(z_BV: Float[Array, "B V"], num_top: int) -> Int[Array, "B J
     count of all that comes before: many comparisons, but few and static launches.
     """
     B = z_BV.shape[0]
-    best_BN = ordered_bits(_padded(z_BV).reshape(B, -1, _BLOCK).max(-1))
-    start_1N = jnp.arange(best_BN.shape[1], dtype=jnp.int32)[None, :] * _BLOCK
+    best_BN = ordered_bits(in_blocks(z_BV).max(-1))
+    start_1N = jnp.arange(best_BN.shape[1], dtype=jnp.int32)[None, :] * BLOCK
     start_BJ = _first_by_rank(
         best_BN, jnp.broadcast_to(start_1N, best_BN.shape), num_top
     )
-    for size, part in ((_BLOCK, _PART), (_PART, 1)):
+    for size, part in ((BLOCK, _PART), (_PART, 1)):
         inside_S = jnp.arange(size, dtype=jnp.int32)
         id_BC = (start_BJ[:, :, None] + inside_S).reshape(B, -1)
         key_BC = ordered_bits(
@@ -182,12 +180,3 @@ def _first_best(key_BN: Int[Array, "B N"]) -> Int[Array, "B 1"]:
     is_best_BN = key_BN == key_BN.max(1, keepdims=True)
     place_1N = jnp.arange(N, dtype=jnp.int32)[None, :]
     return jnp.where(is_best_BN, place_1N, N).min(1, keepdims=True)
-
-
-def _padded(z_BV: Float[Array, "B V"]) -> Float[Array, "B W"]:
-    """Rows filled up with -inf to a whole number of blocks.
-
-    What fills them has the highest ids, so it comes last even among equals.
-    """
-    short = -z_BV.shape[1] % _BLOCK
-    return jnp.pad(z_BV, ((0, 0), (0, short)), constant_values=-jnp.inf)

@@ -35,12 +35,12 @@ from headrace.engine.programs import (
     describe,
     layout_of,
     num_mask_words,
-    num_top,
     program_keys,
     program_name,
 )
 from headrace.engine.request import Request
 from headrace.engine.sample_step import StepOutput
+from headrace.engine.sampling_params import num_top
 from headrace.engine.schedule import PageCopy, PageMove, Scores, StepResult
 from headrace.engine.slots import empty_slots
 from headrace.layers import kv_cache as kv
@@ -109,7 +109,7 @@ class ModelRunner:
             operands,
             model=self._model,
             layout=self.layout,
-            num_top=num_top(self.config),
+            num_top=num_top(self.config.max_logprobs),
         )
 
     def compile_all(self) -> None:
@@ -234,9 +234,8 @@ class ModelRunner:
         one = extras_of(
             request, self.model_config.vocab_size, self.config.max_bad_words
         )
-        leaves = (one.count_V, one.bias_V, one.bad_NL, one.recent_L)
         self.extras = self.program(("extras",))(
-            self.extras, jnp.int32(row), *map(jnp.asarray, leaves)
+            self.extras, jnp.int32(row), *map(jnp.asarray, one)
         )
 
     def _copy(self, copies: tuple[PageCopy, ...]) -> None:

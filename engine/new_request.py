@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.request import MAX_BAD_WORD_LEN, Request
-from headrace.engine.sampling_params import TOP_ON_DEVICE, SamplingParams
+from headrace.engine.sampling_params import SamplingParams, num_top
 from headrace.engine.structured import GrammarState
 
 
@@ -89,8 +89,7 @@ def _check_logprobs(params: SamplingParams, config: EngineConfig) -> None:
         raise ValueError(
             f"prompt_logprobs needs an engine with scoring=True, got {asked}"
         )
-    most = TOP_ON_DEVICE if limit < 0 else min(limit, TOP_ON_DEVICE)
-    if asked > most:
+    if asked > (most := num_top(limit)):
         raise ValueError(f"prompt_logprobs must be in [0, {most}], got {asked}")
 
 
@@ -179,17 +178,22 @@ def _checked_ids(name: str, ids: Iterable[Any], vocab_size: int) -> tuple[int, .
     return tuple(checked)
 
 
+def longest_request(config: EngineConfig) -> tuple[int, str]:
+    """Most tokens, prompt and output together, and what bounds them."""
+    assert config.max_context_len is not None and config.num_pages is not None
+    # A pool smaller than the context bounds a request, too; page 0 is the dummy.
+    pool_len = (config.num_pages - 1) * config.page_size
+    return min(
+        (config.max_context_len, "max_context_len"),
+        (pool_len, f"all {config.num_pages - 1} pages of {config.page_size}"),
+    )
+
+
 def _resolve_max_tokens(
     prompt_len: int, max_tokens: int | None, config: EngineConfig
 ) -> int:
     """Most tokens to generate, such that context and pool can hold the request."""
-    assert config.max_context_len is not None and config.num_pages is not None
-    # A pool smaller than the context bounds a request, too; page 0 is the dummy.
-    pool_len = (config.num_pages - 1) * config.page_size
-    limit, reason = min(
-        (config.max_context_len, "max_context_len"),
-        (pool_len, f"all {config.num_pages - 1} pages of {config.page_size}"),
-    )
+    limit, reason = longest_request(config)
     if prompt_len > limit - 1:
         raise ValueError(
             f"the prompt must have at most {limit - 1} tokens, to leave room for one "

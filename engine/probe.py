@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from headrace.engine.model_runner import ModelRunner
+from headrace.engine.new_request import longest_request
 from headrace.engine.probe_sampling import probe_sampling
 from headrace.engine.programs import ProgramKey, program_name
 from headrace.engine.slots import SlotState, empty_slots
@@ -86,9 +87,9 @@ class _ProbeCase:
     @classmethod
     def make(cls, runner: ModelRunner) -> "_ProbeCase":
         config, layout = runner.config, runner.layout
-        assert config.num_pages and config.prefill_shapes and config.max_context_len
+        assert config.prefill_shapes
         longest = max(tokens for _, tokens in config.prefill_shapes)
-        room = min((config.num_pages - 1) * config.page_size, config.max_context_len)
+        room = longest_request(config)[0]
         prompt_len = max(1, min(longest + longest // 2 + 3, room - _DECODE_STEPS - 1))
         rng = np.random.default_rng(20240229)
         tokens = rng.integers(

@@ -6,6 +6,7 @@ has it written, at its start. A row keeps its place when its slot moves.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +39,8 @@ class Extras:
     recent_BL: Int[Array, "B L-1"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExtrasRow:
-    """One row of `Extras`, on the host."""
+class ExtrasRow(NamedTuple):
+    """One row of `Extras`, on the host, in the order of `set_extras`."""
 
     count_V: np.ndarray
     bias_V: np.ndarray

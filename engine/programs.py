@@ -184,12 +184,6 @@ def _scores() -> TokenScores:
     return TokenScores(*[0] * len(TokenScores._fields))  # type: ignore[arg-type]
 
 
-def num_top(config: EngineConfig) -> int:
-    """The likeliest tokens that programs find; a host that wants more takes logits."""
-    limit = config.max_logprobs
-    return TOP_ON_DEVICE if limit == -1 else min(limit, TOP_ON_DEVICE)
-
-
 def num_mask_words(vocab_size: int) -> int:
     """32-bit words of a mask over the vocabulary."""
     return -(-vocab_size // 32)

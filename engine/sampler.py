@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from headrace.engine.thresholds import (
+    BLOCK,
+    in_blocks,
     keep_from_largest,
     row_sum,
     top_k_by_digits,
     top_k_by_halving,
 )
-
-_ARGMAX_BLOCK = 128
 
 
 def _mix(h: UInt[Array, "*X"]) -> UInt[Array, "*X"]:
@@ -155,13 +155,10 @@ def sample_greedy(z_BV: Float[Array, "B V"]) -> Int[Array, " B"]:
     In two levels, of blocks and of ids within one: a maximum is vectorized on every
     backend, where `argmax` over a whole row took ten times as long on a CPU.
     """
-    B, V = z_BV.shape
-    short = -V % _ARGMAX_BLOCK
-    padded_BV = jnp.pad(z_BV, ((0, 0), (0, short)), constant_values=-jnp.inf)
-    z_BNS = padded_BV.reshape(B, -1, _ARGMAX_BLOCK)
+    z_BNS = in_blocks(z_BV)
     block_B = jnp.argmax(z_BNS.max(-1), axis=-1)
     z_BS = jnp.take_along_axis(z_BNS, block_B[:, None, None], axis=1)[:, 0]
-    token_B = block_B * _ARGMAX_BLOCK + jnp.argmax(z_BS, axis=-1)
+    token_B = block_B * BLOCK + jnp.argmax(z_BS, axis=-1)
     return token_B.astype(jnp.int32)
 
 

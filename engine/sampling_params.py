@@ -190,6 +190,11 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
 
+def num_top(max_logprobs: int) -> int:
+    """The likeliest tokens that programs find, for an engine's `max_logprobs`."""
+    return TOP_ON_DEVICE if max_logprobs == -1 else min(max_logprobs, TOP_ON_DEVICE)
+
+
 def _structured(value: object) -> StructuredOutputsParams | None:
     """What the output must match, from a mapping too."""
     if not isinstance(value, Mapping):

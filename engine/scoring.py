@@ -13,6 +13,7 @@ from typing import Any
 from headrace.configs.schema import EngineConfig
 from headrace.engine import prompts
 from headrace.engine.batch_run import Batch
+from headrace.engine.new_request import longest_request
 from headrace.engine.outputs import RequestOutput
 from headrace.engine.prompt_reader import PromptReader
 from headrace.engine.sampling_params import SamplingParams
@@ -160,11 +161,7 @@ def perplexity(scorer: Scorer, text: Any, stride: int | None) -> PerplexityOutpu
     Every token but the first is scored once. A text that fits one window is scored as
     it is; in a longer one a token sees at least a window less the stride before it.
     """
-    config = scorer.config
-    assert config.max_context_len is not None and config.num_pages is not None
-    pool_len = (config.num_pages - 1) * config.page_size
-    # A request generates one token.
-    window = min(config.max_context_len, pool_len) - 1
+    window = longest_request(scorer.config)[0] - 1  # a request generates one token
     stride = window // 2 if stride is None else stride
     if not 1 <= stride < window:
         raise ValueError(f"stride must be in [1, {window - 1}], got {stride}")

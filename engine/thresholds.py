@@ -19,7 +19,9 @@ _FIRST_DROP = 16.0
 # Passes after which halving the numbers gives way to halving their bit patterns.
 _MAX_HALVINGS = 24
 # Where k is smaller than the number of blocks, so many blocks of ids are searched.
-_NUM_BLOCKS, _BLOCK = 64, 128
+_NUM_BLOCKS = 64
+# Ids per block: a whole number of vectors on every processor.
+BLOCK = 128
 
 
 def row_sum(y_BV: Shaped[Array, "*X V"]) -> Shaped[Array, "*X 1"]:
@@ -102,7 +104,7 @@ def top_k_by_halving(
     For small k the search sees the best blocks of each row only.
     """
     key_BV = ordered_bits(z_BV)
-    if z_BV.shape[1] < 2 * _NUM_BLOCKS * _BLOCK:
+    if z_BV.shape[1] < 2 * _NUM_BLOCKS * BLOCK:
         return key_BV >= _halve(z_BV, k_B1)
     low_B1 = jax.lax.cond(
         jnp.all(k_B1 < _NUM_BLOCKS),
@@ -113,17 +115,27 @@ def top_k_by_halving(
     return key_BV >= low_B1
 
 
+def in_blocks(z_BV: Float[Array, "B V"]) -> Float[Array, "B N 128"]:
+    """Rows in blocks of `BLOCK` ids, the last one filled up with -inf.
+
+    What fills it has the highest ids, so it comes last even among equals.
+    """
+    padding = ((0, 0), (0, -z_BV.shape[1] % BLOCK))
+    padded_BV = jnp.pad(z_BV, padding, constant_values=-jnp.inf)
+    return padded_BV.reshape(z_BV.shape[0], -1, BLOCK)
+
+
 def _best_blocks(z_BV: Float[Array, "B V"]) -> Float[Array, "B W"]:
     """The blocks of ids with the largest maxima.
 
     A number outside is exceeded or met by the maximum of each: by `_NUM_BLOCKS` others.
     So what leaves fewer than that many inside leaves none of those outside.
     """
-    B, V = z_BV.shape
-    padded_BV = jnp.pad(z_BV, ((0, 0), (0, -V % _BLOCK)), constant_values=-jnp.inf)
-    z_BNS = padded_BV.reshape(B, -1, _BLOCK)
+    z_BNS = in_blocks(z_BV)
     block_BJ = jax.lax.top_k(z_BNS.max(-1), _NUM_BLOCKS)[1]
-    return jnp.take_along_axis(z_BNS, block_BJ[:, :, None], axis=1).reshape(B, -1)
+    return jnp.take_along_axis(z_BNS, block_BJ[:, :, None], axis=1).reshape(
+        z_BV.shape[0], -1
+    )
 
 
 def _halve(z_BV: Float[Array, "B V"], k_B1: Int[Array, "B 1"]) -> Int[Array, "B 1"]:

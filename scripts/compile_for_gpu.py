@@ -115,9 +115,9 @@ def sample_programs(vocab_size: int, num_rows: int) -> dict[str, Any]:
         Operands,
         describe,
         layout_of,
-        num_top,
         program_name,
     )
+    from headrace.engine.sampling_params import num_top
     from headrace.engine.slots import empty_slots
 
     config = EngineConfig(
@@ -137,7 +137,7 @@ def sample_programs(vocab_size: int, num_rows: int) -> dict[str, Any]:
         ),
     )
     keys = [("sample", variant, num_rows) for variant in VARIANTS]
-    options = {"model": None, "layout": layout, "num_top": num_top(config)}
+    options = {"model": None, "layout": layout, "num_top": num_top(config.max_logprobs)}
     return {program_name(key): describe(key, operands, **options) for key in keys}
 
 

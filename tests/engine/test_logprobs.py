@@ -59,7 +59,7 @@ def test_an_exponential_has_the_same_bits_wherever_in_a_row_it_stands():
 
 def _weight_sum(row):
     """The sum that log_total takes the log of, of one row whose maximum is 0."""
-    padded = logprobs._padded(jnp.array(row)[None])
+    padded = thresholds.in_blocks(jnp.array(row)[None]).reshape(1, -1)
     return np.asarray(jax.jit(lambda z: thresholds.row_sum(jnp.exp(z))[:, 0])(padded))[
         0
     ]

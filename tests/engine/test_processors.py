@@ -122,7 +122,7 @@ def _compare(model, config, case):
     extras = set_extras(
         empty_extras(B, V, 4),
         row,
-        *map(jnp.asarray, (first.count_V, first.bias_V, first.bad_NL, first.recent_L)),
+        *map(jnp.asarray, first),
     )
     rows = _rows(config, request, slot, row, len(prompt) + len(output) - 1)
     for token in output[len(output) // 2 :]:
