@@ -2,51 +2,16 @@
 
 import json
 
-import numpy as np
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from grammar_walks import EOS, FAST, VOCAB_SIZE, allowed, byte_level, push
 
 from headrace.engine.structured import GrammarCompiler
 from headrace.engine.structured_params import StructuredOutputsParams as Params
-
-BOS, EOS, VOCAB_SIZE = 261, 262, 300  # the tokenizer ends at 263
-NUM_WORDS = 10
-
-
-def byte_level():
-    """One token per byte, five longer ones, two special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = ["fo", "foo", '{"', '",', "ĠĠ"]
-    vocab = {text: i for i, text in enumerate([*alphabet, *pairs])}
-    merges = [("f", "o"), ("fo", "o"), ("{", '"'), ('"', ","), ("Ġ", "Ġ")]
-    fast = tokenizers.Tokenizer(models.BPE(vocab, merges))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens(["<s>", "</s>"])
-    return fast
-
-
-FAST = byte_level()
 
 
 @pytest.fixture(scope="module")
 def compiler():
     return GrammarCompiler(FAST.to_str(), vocab_size=VOCAB_SIZE, eos_token_id=EOS)
-
-
-def allowed(state, num_words=NUM_WORDS, **stops):
-    """The ids of the mask."""
-    mask_W = np.full(num_words, 0x55, np.int32)
-    state.fill_mask(mask_W, **stops)
-    bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
-    return set(np.flatnonzero(bits).tolist())
-
-
-def push(state, text, fast=FAST):
-    for token_id in fast.encode(text).ids:
-        state.advance(token_id)
-    return state
 
 
 @pytest.mark.parametrize(
