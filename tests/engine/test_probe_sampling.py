@@ -4,7 +4,16 @@ import dataclasses
 
 import pytest
 
+from headrace.engine.llm import LLM
 from headrace.engine.probe_sampling import probe_sampling
+
+
+@pytest.fixture(scope="module")
+def runner(tiny_llm, tiny_checkpoint):
+    """One that no loop drives: the probe leaves other slots than it found."""
+    llm = LLM.from_checkpoint(tiny_checkpoint, config=tiny_llm.engine_config)
+    yield llm._runner
+    llm.close()
 
 
 def _other_token(output):
@@ -26,9 +35,8 @@ def _other_logprob(output):
     ],
 )
 def test_a_program_that_differs_has_a_print_of_its_own(
-    tiny_llm, monkeypatch, variant, bucket, change
+    runner, monkeypatch, variant, bucket, change
 ):
-    runner = tiny_llm._runner
     assert len({frozenset(found) for found in probe_sampling(runner).values()}) == 1
     real = runner.sample
 
