@@ -166,6 +166,7 @@ class EngineConfig(_FromMapping):
       max_logprobs: most log-probabilities per token that a request may ask for; -1
         is no bound, and lets `logprobs=-1` give the whole vocabulary.
       max_bad_words: token sequences of two or more that a request may forbid.
+      max_grammar_len: characters of a request's JSON schema, regex, choices or grammar.
       scoring: compile what `score`, `perplexity` and `prompt_logprobs` need.
       max_stop_ids: stop ids per request that the device can check.
       param_dtype, kv_dtype: storage types of weights and KV pages.
@@ -197,6 +198,7 @@ class EngineConfig(_FromMapping):
     numerics: Numerics = "invariant"
     max_logprobs: int = 20
     max_bad_words: int = 16
+    max_grammar_len: int = 100_000
     scoring: bool = False
     max_stop_ids: int = 8
     param_dtype: Dtype | None = None
@@ -230,6 +232,7 @@ class EngineConfig(_FromMapping):
                 check_int(name, getattr(self, name), 1)
         check_int("max_logprobs", self.max_logprobs, -1, 2**31 - 1)
         check_int("max_bad_words", self.max_bad_words, 1, 256)
+        check_int("max_grammar_len", self.max_grammar_len, 1, 2**31 - 1)
         check_int("max_stop_ids", self.max_stop_ids, 1, 64)
         check_int("compile_threads", self.compile_threads, 1)
         check_int("prefill_calls_per_decode", self.prefill_calls_per_decode, 1)

@@ -58,15 +58,16 @@ class AsyncLLM:
           QueueFullError: the queue's bound is reached.
           RuntimeError: the engine drains, is closed, or has failed.
         """
-        if self._is_draining or self._is_closing:
-            raise RuntimeError(
-                "the engine takes no new requests: it drains or is closed"
-            )
+        self._check_open()
         (params,) = prompts.spread_params(sampling_params, 1)
         checked, loop = prompts.as_prompt(prompt), asyncio.get_running_loop()
+        # Tokenizing, and a grammar: neither waits for the engine, nor it for them.
+        read = await asyncio.to_thread(self._llm._reader.read, checked, params)
+        self._check_open()
 
         def submit() -> Reader:
-            reader = Reader(self._llm._submit(checked, params, **options), loop)
+            state = self._llm._submit(checked, params, read, **options)
+            reader = Reader(state, loop)
             self._readers[reader.request_id] = reader
             return reader
 
@@ -134,6 +135,12 @@ class AsyncLLM:
         self._is_closing = True
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
+
+    def _check_open(self) -> None:
+        if self._is_draining or self._is_closing:
+            raise RuntimeError(
+                "the engine takes no new requests: it drains or is closed"
+            )
 
     def _drop(self, reader: "Reader") -> None:
         def forget() -> None:

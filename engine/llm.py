@@ -24,7 +24,7 @@ from headrace.engine.loop import EngineLoop
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.outputs import RequestOutput
 from headrace.engine.program_store import ProgramStore, program_key
-from headrace.engine.prompt_reader import PromptReader
+from headrace.engine.prompt_reader import PromptReader, ReadPrompt
 from headrace.engine.request_state import RequestState
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.scoring import PerplexityOutput, ScoreOutput
@@ -110,7 +110,6 @@ class LLM:
         self.tokenizer: Tokenizer | None = (
             HFTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
         )
-        self._reader = PromptReader(self.tokenizer)
         self._runner = runner
         self._loop = EngineLoop(
             runner,
@@ -119,6 +118,7 @@ class LLM:
             tokenizer=self.tokenizer,
             identity=checkpoint.identity,
         )
+        self._reader = PromptReader(self.tokenizer, self._loop.text_rules)
         self._finalizer = weakref.finalize(self, self._loop.close)
         self._finalizer.atexit = False  # the process's end frees everything anyway
 
@@ -278,13 +278,17 @@ class LLM:
         return self._loop.stats()
 
     def _submit(
-        self, prompt: prompts.Prompt, params: SamplingParams, **options: Any
+        self,
+        prompt: prompts.Prompt,
+        params: SamplingParams,
+        read: ReadPrompt | None = None,
+        **options: Any,
     ) -> RequestState:
         if self.is_closed:
             raise ValueError("this LLM is closed")
-        # A rendered chat brings its own first token.
-        ids = self._reader.ids(prompt, add_bos=not prompt.is_chat)
-        return self._loop.submit(ids, params, prompt=prompt.text, **options)
+        ids, rules = read or self._reader.read(prompt, params)
+        options |= {"prompt": prompt.text, "rules": rules}
+        return self._loop.submit(ids, params, **options)
 
 
 def _as_config(config: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:

@@ -31,7 +31,7 @@ from headrace.engine.request_state import CompletionState, RequestState
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.schedule import Schedule
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.text_rules import TextRules
+from headrace.engine.text_rules import TextRules, TokenRules
 from headrace.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class EngineLoop:
         assert config.num_pages and config.max_context_len
         self._runner, self._config, self._model_config = runner, config, model_config
         self._tokenizer = tokenizer
-        self._text = TextRules(tokenizer, model_config)
+        self.text_rules = TextRules(tokenizer, model_config, config)
         self._identity = identity
         self._manager = KVCacheManager(config.num_pages, config.page_size)
         self._scheduler = Scheduler(
@@ -90,6 +90,7 @@ class EngineLoop:
         params: SamplingParams,
         *,
         prompt: str | None = None,
+        rules: TokenRules | None = None,
         priority: int = 0,
         tenant: str | None = None,
         uses_cache: bool = True,
@@ -102,6 +103,7 @@ class EngineLoop:
           token_ids: of the prompt.
           params: the user's.
           prompt: the text behind the ids, for the output.
+          rules: of `params`, where they are resolved already.
           priority: lower runs first, under the policy "priority".
           tenant: shares pages and a fair share with its own requests only.
           uses_cache: may reuse pages and lets others reuse its own.
@@ -113,9 +115,10 @@ class EngineLoop:
           QueueFullError: the queue's bound is reached.
           RuntimeError: the engine has failed, or is closed.
         """
+        self._check_alive()
+        rules = rules or self.text_rules.resolve(params)  # not under the lock: long
         with self.lock:
             self._check_alive()
-            self._text.check(params)
             request = make_request(
                 str(next(self._ids)),
                 token_ids,
@@ -123,8 +126,7 @@ class EngineLoop:
                 prompt=prompt,
                 model_config=self._model_config,
                 engine_config=self._config,
-                bad_ids=self._text.bad_ids(params),
-                grammar=self._text.grammar(params),
+                rules=rules,
             )
             if self._config.multi_tenant and not tenant:
                 raise ValueError("multi_tenant is on: a request must name its tenant")

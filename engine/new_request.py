@@ -13,7 +13,7 @@ from typing import Any
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.request import MAX_BAD_WORD_LEN, Request
 from headrace.engine.sampling_params import SamplingParams, num_top
-from headrace.engine.structured import GrammarState
+from headrace.engine.text_rules import TokenRules
 
 
 def make_request(
@@ -26,8 +26,7 @@ def make_request(
     engine_config: EngineConfig,
     arrival_s: float | None = None,
     seed: int | None = None,
-    bad_ids: Iterable[tuple[int, ...]] = (),
-    grammar: GrammarState | None = None,
+    rules: TokenRules | None = None,
 ) -> Request:
     """Checks a request against the model and the engine, and resolves its defaults.
 
@@ -40,8 +39,7 @@ def make_request(
       engine_config: resolved; gives the limits.
       arrival_s: seconds of the engine's clock; None is now, by `time.perf_counter`.
       seed: in place of the user's; None draws one where the user gave none.
-      bad_ids: token sequences that spell what `params.bad_words` forbids.
-      grammar: of `params.structured_outputs`, at its beginning.
+      rules: what `params` say about text; None where they say nothing.
 
     Raises:
       ValueError: an empty prompt, an id out of the vocabulary, more tokens than the
@@ -55,7 +53,8 @@ def make_request(
     stop_ids = _resolve_stop_ids(params, model_config, engine_config.max_stop_ids)
     _check_vocabulary(params, stop_ids, model_config.vocab_size)
     _check_logprobs(params, engine_config)
-    bad_ids = tuple(dict.fromkeys(bad_ids))
+    rules = rules or TokenRules()
+    bad_ids = tuple(dict.fromkeys(rules.bad_ids))
     _check_bad_ids(bad_ids, engine_config.max_bad_words)
     if seed is None:
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -67,7 +66,7 @@ def make_request(
         seed=seed,
         stop_ids=stop_ids,
         bad_ids=bad_ids,
-        grammar=grammar,
+        grammar=rules.grammar,
         prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(ids),
         prompt=prompt,
         arrival_s=time.perf_counter() if arrival_s is None else arrival_s,

@@ -1,10 +1,19 @@
 """Prompts and conversations to token ids, with a model's tokenizer. No jax."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.engine import chat_template, prompts
+from headrace.engine.sampling_params import SamplingParams
+from headrace.engine.text_rules import TextRules, TokenRules
 from headrace.engine.tokenizer import Tokenizer
+
+
+class ReadPrompt(NamedTuple):
+    """All text of a request, brought to ids."""
+
+    token_ids: Sequence[int]
+    rules: TokenRules
 
 
 class PromptReader:
@@ -12,10 +21,11 @@ class PromptReader:
 
     Args:
       tokenizer: None where the model has none; only token ids can then be read.
+      rules: of the model.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._maybe_tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, rules: TextRules) -> None:
+        self._maybe_tokenizer, self._rules = tokenizer, rules
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -24,6 +34,16 @@ class PromptReader:
                 "this model has no tokenizer: pass token ids as the prompt"
             )
         return self._maybe_tokenizer
+
+    def read(self, prompt: prompts.Prompt, params: SamplingParams) -> ReadPrompt:
+        """What of a request takes long: a long text, a large schema. Hold no lock.
+
+        Raises:
+          ValueError: see `ids` and `TextRules.resolve`.
+        """
+        # A rendered chat brings its own first token.
+        ids = self.ids(prompt, add_bos=not prompt.is_chat)
+        return ReadPrompt(ids, self._rules.resolve(params))
 
     def ids(self, prompt: prompts.Prompt, *, add_bos: bool) -> Sequence[int]:
         """Token ids of a prompt.

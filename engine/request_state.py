@@ -181,13 +181,16 @@ class RequestState:
     def take_news(self) -> RequestOutput:
         """What came since the last call: the completions with news.
 
-        The prompt's log-probabilities come once in a stream of deltas, with the first.
+        In a stream of deltas the prompt's log-probabilities come once: with the first
+        news after the prompt was filled, or with the end.
         """
         news = [one.take_news() for one in self.completions if one.has_news]
         output = self._output(news, all(one.has_told_end for one in self.completions))
-        if self._has_told_prompt and self.request.params.output_kind == "delta":
-            output.prompt_logprobs = None
-        self._has_told_prompt = True
+        if self.request.params.output_kind == "delta":
+            is_ready = self._prompt_logprobs is not None or output.finished
+            if self._has_told_prompt or not is_ready:
+                output.prompt_logprobs = None
+            self._has_told_prompt |= is_ready
         return output
 
     def _output(

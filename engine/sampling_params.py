@@ -43,7 +43,8 @@ class SamplingParams:
       stop: text that ends the request; a str or a list of them.
       stop_token_ids: further ids that end the request; they stay in `token_ids`.
       include_stop_str_in_output: keep in the text what ended it, string or token.
-      min_tokens: tokens before which neither a stop string nor a stop id ends it.
+      min_tokens: tokens before which neither a stop string nor a stop id ends it. With
+        `structured_outputs` it ends before them where nothing else can follow.
       logprobs: log-probabilities of this many likeliest tokens per step, besides the
         sampled one, of the raw logits (before temperature, filters and all else); -1
         is the whole vocabulary.

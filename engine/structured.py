@@ -8,150 +8,130 @@ is not known here: each mask is asked for with the request's own.
 
 import collections
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as FastTokenizer
 
-from headrace.engine.structured_params import StructuredOutputsParams, grammar_source
+from headrace.engine.grammar_tokens import GrammarTokens
+from headrace.engine.structured_params import (
+    StructuredOutputsParams,
+    grammar_source,
+    shown,
+)
 
-# Ends texts inside the library alone, so that none of the model's tokens does.
-_END_TOKEN = "<|headrace-end-of-text|>"
-
-# Read by both tokenizer libraries when a compiler is built; they have to agree.
-_PROBE = '{"a b": [1, 2]}\n\t\u00e9\u65e5'
-
-
-class _Vocabulary:
-    """The library's tokenizer, and which ids are text.
-
-    Attributes:
-      text_W: the bits of the ids that can be text: of the tokenizer, not special.
-      num_library_words: words of the library's masks, which have its end token too.
-    """
-
-    def __init__(
-        self, tokenizer_json: str, vocab_size: int, eos_token_id: int | None
-    ) -> None:
-        try:
-            fast = FastTokenizer.from_str(tokenizer_json)
-        except Exception as error:  # the Rust side raises nothing narrower
-            raise ValueError(f"tokenizer_json must hold a tokenizer: {error}") from None
-        size = fast.get_vocab_size(with_added_tokens=True)
-        fast.add_special_tokens([AddedToken(_END_TOKEN, special=True)])
-        if max(fast.get_vocab().values(), default=-1) != size:
-            raise NotImplementedError(
-                f"structured outputs need a tokenizer whose {size} ids have no gaps"
-            )
-        self.vocab_size = vocab_size
-        num_library = max(vocab_size, size + 1)
-        self.num_library_words = -(-num_library // 32)
-        # The library's own end token is the last of all, so none of the model's is.
-        self.library = _library_tokenizer(fast.to_str(), num_library, size)
-        is_text = np.zeros(32 * -(-vocab_size // 32), bool)
-        is_text[: min(size, vocab_size)] = True
-        added = [i for i in fast.get_added_tokens_decoder() if i < vocab_size]
-        is_text[[i for i in added if self.library.is_special_token(i)]] = False
-        if eos_token_id is not None and eos_token_id < vocab_size:
-            is_text[eos_token_id] = False
-        self.text_W = np.packbits(is_text, bitorder="little").view("<u4")
-        ids = fast.encode(_PROBE, add_special_tokens=False).ids
-        ids = [i for i in ids if i < vocab_size and is_text[i]]
-        read = self.library.decode_str(ids)
-        if read.lstrip() != fast.decode(ids).lstrip():
-            raise NotImplementedError(
-                f"structured outputs cannot read this tokenizer: the text of {ids} is "
-                f"{fast.decode(ids)!r}, llguidance reads {read!r}"
-            )
-
-
-def _library_tokenizer(tokenizer_json: str, num_ids: int, end_id: int) -> Any:
-    import llguidance
-
-    try:
-        return llguidance.LLTokenizer(tokenizer_json, n_vocab=num_ids, eos_token=end_id)
-    except BaseException as error:
-        # A panic of the Rust side is no Exception.
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise NotImplementedError(
-                "structured outputs need a byte-level tokenizer or one with byte "
-                f"fallback: {error}"
-            ) from None
-        raise
+# Copies of a matcher share a lexer, whose states add up over all of them, to 250,000.
+# A hard regex makes 30 a token, JSON far fewer; a new lexer costs 2 to 200 ms.
+RENEW_AFTER = 4096
+_LIMITS: dict[str, Any] = {"verbose_errors": False}
 
 
 class GrammarCompiler:
     """Makes GrammarStates for one tokenizer; may be used by several threads.
 
     Args:
-      tokenizer_json: as in TokenizerSpec.
-      vocab_size: rows of the model's logits; ids past the tokenizer's are never text.
-      eos_token_id: the model's end token, never text even if it is not marked special.
+      tokens: of the model.
       max_cached: compiled grammars that are kept; the one used longest ago goes first.
-
-    Raises:
-      ValueError: `tokenizer_json` holds no tokenizer.
-      NotImplementedError: a tokenizer whose bytes llguidance cannot tell.
     """
 
-    def __init__(
-        self,
-        tokenizer_json: str,
-        *,
-        vocab_size: int,
-        eos_token_id: int | None = None,
-        max_cached: int = 64,
-    ) -> None:
-        self._vocabulary = _Vocabulary(tokenizer_json, vocab_size, eos_token_id)
+    def __init__(self, tokens: GrammarTokens, *, max_cached: int = 64) -> None:
+        self._tokens = tokens
         self._max_cached = max_cached
         self._lock = threading.Lock()
-        # NOTE: a matcher and its copies share a lexer, which fails for all of them
-        # once it has failed; such a one is compiled anew.
-        self._cache: collections.OrderedDict[StructuredOutputsParams, GrammarState]
+        self._cache: collections.OrderedDict[StructuredOutputsParams, Grammar]
         self._cache = collections.OrderedDict()
 
     def compile(self, params: StructuredOutputsParams) -> "GrammarState":
-        """The state before the first token.
+        """The state before the first token. Long for a large schema: hold no lock.
 
         Raises:
           ValueError: the library cannot take the schema, regex or grammar; it says why.
         """
         with self._lock:
-            kept = self._cache.get(params)
-        if kept is None or kept.has_failed:
-            # Without the lock, since a large schema takes 0.1 s.
-            kept = GrammarState(self._new_matcher(params), self._vocabulary, [])
-            if not kept.can_go_on and not kept.is_complete:
-                raise ValueError(
-                    f"{params.kind} must be one that the tokenizer can write, got "
-                    f"{getattr(params, params.kind)!r}"
-                )
+            grammar = self._cache.get(params)
+        if grammar is None:
+            grammar = Grammar(self._tokens, params)
         with self._lock:
-            self._cache[params] = kept
+            grammar = self._cache.setdefault(params, grammar)
             self._cache.move_to_end(params)
             if len(self._cache) > self._max_cached:
                 self._cache.popitem(last=False)
-            return kept.copy()
+        return GrammarState(grammar)
 
-    def _new_matcher(self, params: StructuredOutputsParams) -> Any:
+
+class Grammar:
+    """One compiled grammar, and the lexer that its states share for a while.
+
+    A state that meets one of the library's limits may meet it for what the others did.
+    It then goes on by itself (see GrammarState), the lexer is used no more, and well
+    before that it is replaced by a new one, in a thread.
+
+    Attributes:
+      tokens: of the model.
+      begin_W: the bits of the tokens that fit at the beginning.
+    """
+
+    def __init__(self, tokens: GrammarTokens, params: StructuredOutputsParams) -> None:
+        self.tokens, self._params = tokens, params
+        self._source = grammar_source(params)
+        self._lock = threading.Lock()
+        self._num_tokens = 0
+        self._matcher: Any | None = self.new_matcher()
+        self.begin_W = tokens.fitting(self._matcher)
+        if not self.begin_W.any() and not self._matcher.is_accepting():
+            raise ValueError(
+                f"{params.kind} must be one that the tokenizer can write, got "
+                f"{shown(getattr(params, params.kind))}"
+            )
+
+    def new_matcher(self) -> Any:
+        """A matcher at the beginning, with a lexer of its own.
+
+        Raises:
+          ValueError: the library cannot take the grammar.
+        """
         import llguidance
 
         matcher = llguidance.LLMatcher(
-            self._vocabulary.library,
-            grammar_source(params),
+            self.tokens.library,
+            self._source,
             log_level=0,
-            limits=llguidance.LLParserLimits(verbose_errors=False),
+            limits=llguidance.LLParserLimits(**_LIMITS),
         )
         if matcher.is_error():
+            kind = self._params.kind
+            # Our own line and JSON's options would follow.
+            reason = matcher.get_error().split("\n   1 | ")[0]
             raise ValueError(
-                f"{params.kind} must be one that llguidance takes, got "
-                f"{getattr(params, params.kind)!r}: "
-                # Our own line and JSON's options would follow.
-                + matcher.get_error().split("\n   1 | ")[0]
+                f"{kind} must be one that llguidance takes, got "
+                f"{shown(getattr(self._params, kind))}: {reason:.500}"
             )
         return matcher
+
+    def matcher(self) -> Any:
+        """A matcher at the beginning, with the shared lexer."""
+        with self._lock:
+            if self._matcher is None:
+                self._matcher, self._num_tokens = self.new_matcher(), 0
+            return self._matcher.deep_copy()
+
+    def count_token(self) -> None:
+        """A state with the shared lexer took a token."""
+        with self._lock:
+            self._num_tokens += 1
+            is_worn = self._num_tokens == RENEW_AFTER
+        if is_worn:
+            threading.Thread(target=self._renew, daemon=True).start()
+
+    def give_up_lexer(self) -> None:
+        """The shared lexer has failed; states that begin from now on get a new one."""
+        with self._lock:
+            self._matcher = None
+
+    def _renew(self) -> None:
+        matcher = self.new_matcher()
+        with self._lock:
+            self._matcher, self._num_tokens = matcher, 0
 
 
 class GrammarState:
@@ -160,28 +140,26 @@ class GrammarState:
     Several states may be used at once, each by one thread at a time.
     """
 
-    def __init__(
-        self, matcher: Any, vocabulary: _Vocabulary, errors: list[str]
-    ) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
-        self._errors = errors  # shared by all copies, as the lexer is
-        self._fitting_W: np.ndarray | None = None  # never written to again
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar, self._tokens = grammar, grammar.tokens
+        # Made with the first token: requests that wait hold none.
+        self._shared: Any | None = None
+        self._own: Any | None = None
+        self._token_ids: list[int] = []
+        self._fitting_W: np.ndarray | None = grammar.begin_W  # never written to again
 
     def copy(self) -> "GrammarState":
         """A state at the same place that goes on by itself."""
-        twin = GrammarState(self._matcher.deep_copy(), self._vocabulary, self._errors)
-        twin._fitting_W = self._fitting_W
+        twin = GrammarState(self._grammar)
+        twin._shared = self._shared and self._shared.deep_copy()
+        twin._own = self._own and self._own.deep_copy()
+        twin._token_ids, twin._fitting_W = [*self._token_ids], self._fitting_W
         return twin
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a limit of the library was met, by this state or a copy."""
-        return bool(self._errors)
 
     @property
     def is_complete(self) -> bool:
         """Whether the text so far is a whole match, so that an end may come."""
-        return self._matcher.is_accepting()
+        return self._matcher().is_accepting()
 
     @property
     def can_go_on(self) -> bool:
@@ -199,11 +177,10 @@ class GrammarState:
         stop_ids: Sequence[int] = (),
         allow_stop: bool = True,
     ) -> None:
-        """Writes which tokens may come next.
+        """Writes which tokens may come next; none at a dead end.
 
-        The stop ids may come where the text is complete and `allow_stop` holds, and
-        where no text can. A stop id that is text besides may come where text may. With
-        no stop ids the mask is 0 where `can_go_on` is False.
+        The stop ids may come where the text is complete. Without `allow_stop` none
+        may, not even as text, unless nothing else fits.
 
         Args:
           mask_W: int32, one word per 32 ids; bit i % 32 of word i // 32 is id i.
@@ -215,14 +192,16 @@ class GrammarState:
             id is out of its range.
         """
         fitting_W = self._fitting()
-        mask_W[:] = fitting_W.view(np.int32)
-        if (allow_stop and self.is_complete) or not fitting_W.any():
-            words = mask_W.view(np.uint32)
-            for stop_id in stop_ids:
-                if not 0 <= stop_id < self._vocabulary.vocab_size:
-                    top = self._vocabulary.vocab_size - 1
-                    raise ValueError(f"stop_ids must be in [0, {top}], got {stop_id}")
-                words[stop_id // 32] |= np.uint32(1 << stop_id % 32)
+        stops_W = np.zeros_like(fitting_W)
+        for stop_id in stop_ids:
+            if not 0 <= stop_id < self._tokens.vocab_size:
+                top = self._tokens.vocab_size - 1
+                raise ValueError(f"stop_ids must be in [0, {top}], got {stop_id}")
+            stops_W[stop_id // 32] |= np.uint32(1 << stop_id % 32)
+        allowed_W = fitting_W & ~stops_W
+        if allow_stop or not allowed_W.any():
+            allowed_W = fitting_W | stops_W if self.is_complete else fitting_W
+        mask_W[:] = allowed_W.view(np.int32)
 
     def advance(self, token_id: int) -> None:
         """Takes the token that was sampled; a stop id that is no text changes nothing.
@@ -231,12 +210,14 @@ class GrammarState:
           ValueError: a token that was not allowed, or a limit as in `fill_mask`.
         """
         fitting_W = self._fitting()
-        is_known = 0 <= token_id < self._vocabulary.vocab_size
+        is_known = 0 <= token_id < self._tokens.vocab_size
         if is_known and int(fitting_W[token_id // 32]) >> token_id % 32 & 1:
             self._fitting_W = None
-            self._matcher.consume_token(token_id)
-            self._check_limits()
-        elif not (self.is_complete or not fitting_W.any()):
+            self._ask(lambda matcher: matcher.consume_token(token_id))
+            self._token_ids.append(token_id)
+            if self._own is None:
+                self._grammar.count_token()
+        elif not self.is_complete:
             raise ValueError(
                 f"token_id must be one that fits the grammar, got {token_id}"
             )
@@ -244,22 +225,36 @@ class GrammarState:
     def _fitting(self) -> np.ndarray:
         """The bits of the tokens that fit as text."""
         if self._fitting_W is None:
-            found_W = np.zeros(self._vocabulary.num_library_words, np.uint32)
-            if not self._matcher.is_stopped():
-                self._matcher.unsafe_compute_mask_ptr(
-                    found_W.ctypes.data, found_W.nbytes
-                )
-            self._check_limits()
-            text_W = self._vocabulary.text_W
-            self._fitting_W = found_W[: len(text_W)] & text_W
+            self._fitting_W = self._ask(self._tokens.fitting)
         return self._fitting_W
 
-    def _check_limits(self) -> None:
-        error = self._matcher.get_error()
-        # The library calls it an error, too, that no token fits.
-        if error and not error.startswith("NoExtension"):
-            self._errors.append(error)
+    def _matcher(self) -> Any:
+        if self._own is not None:
+            return self._own
+        if self._shared is None:
+            self._shared = self._grammar.matcher()
+        return self._shared
+
+    def _ask(self, ask: Callable[[Any], Any]) -> Any:
+        """What a matcher answers: at a limit of the shared lexer, one of our own."""
+        matcher = self._matcher()
+        answer = ask(matcher)
+        error = _limit_error(matcher)
+        if error and self._own is None:
+            self._grammar.give_up_lexer()
+            self._own, self._shared = self._grammar.new_matcher(), None
+            self._own.consume_tokens(self._token_ids)
+            answer = ask(self._own)
+            error = _limit_error(self._own)
+        if error:
             raise ValueError(
                 "the grammar must stay within llguidance's limits, got "
                 + error.split("\n<")[0]
             )
+        return answer
+
+
+def _limit_error(matcher: Any) -> str:
+    error = matcher.get_error()
+    # The library calls it an error, too, that no token fits.
+    return "" if error.startswith("NoExtension") else error

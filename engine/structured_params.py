@@ -74,8 +74,14 @@ class StructuredOutputsParams:
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError(
                 f"whitespace_pattern must be None with disable_any_whitespace, "
-                f"got {self.whitespace_pattern!r}"
+                f"got {shown(self.whitespace_pattern)}"
             )
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of what is asked for."""
+        values = (self.json, self.regex, self.grammar, *(self.choice or ()))
+        return sum(len(value) for value in values if value is not None)
 
     @property
     def kind(self) -> str:
@@ -83,9 +89,15 @@ class StructuredOutputsParams:
         return next(n for n in _KINDS if getattr(self, n) not in (None, False))
 
 
+def shown(value: object) -> str:
+    """A user's value in a message: its beginning, since it may be long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}... ({len(text)} characters)"
+
+
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a str that is not empty, got {value!r}")
+        raise ValueError(f"{name} must be a str that is not empty, got {shown(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -94,7 +106,7 @@ def _check_text(name: str, value: object) -> None:
 
 def _choices(value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise ValueError(f"choice must be a list of at least 1 str, got {value!r}")
+        raise ValueError(f"choice must be a list of at least 1 str, got {shown(value)}")
     for text in value:
         _check_text("choice", text)
     return tuple(value)
@@ -108,14 +120,14 @@ def _schema_text(value: object) -> str:
         schema = json_lib.loads(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"json must be a JSON schema, got {value!r}: {error}"
+            f"json must be a JSON schema, got {shown(value)}: {error}"
         ) from None
     if not isinstance(schema, dict):
-        raise ValueError(f"json must be a schema that is an object, got {value!r}")
+        raise ValueError(f"json must be a schema that is an object, got {shown(value)}")
     if "x-guidance" in schema:
         raise ValueError(
             "json must have no 'x-guidance': whitespace_pattern and "
-            f"disable_any_whitespace say the same, got {schema['x-guidance']!r}"
+            f"disable_any_whitespace say the same, got {shown(schema['x-guidance'])}"
         )
     return str(value)
 
@@ -174,10 +186,12 @@ def _check_lark(grammar: str) -> None:
 
     if found := _LARK_ATTRIBUTE.search(_LARK_LITERAL.sub('""', grammar)):
         raise ValueError(
-            f"grammar must have no attribute {found[1]!r}, got {grammar!r}"
+            f"grammar must have no attribute {found[1]!r}, got {shown(grammar)}"
         )
     check = llguidance.LLMatcher.validate_grammar_with_warnings
     _, messages = check(_source(grammar))
     # Without a tokenizer the library warns of each place that names tokens.
     if any(message.startswith("no tokenizer") for message in messages):
-        raise ValueError(f"grammar must name no tokens such as <s>, got {grammar!r}")
+        raise ValueError(
+            f"grammar must name no tokens such as <s>, got {shown(grammar)}"
+        )

@@ -1,11 +1,13 @@
 """AsyncLLM on the two-layer model: the same tokens, and nobody waits for anybody."""
 
 import asyncio
+import threading
 
 import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.engine.async_llm import AsyncLLM
+from headrace.engine.prompt_reader import PromptReader
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
@@ -53,6 +55,34 @@ def test_slow_reader_stalls_nobody_and_gets_all_of_its_tokens(engine):
         return [t async for piece in slow for t in piece.outputs[0].token_ids]
 
     assert len(_run(engine, main)) == 12
+
+
+def test_a_text_that_is_long_to_read_keeps_nobody_waiting(engine, monkeypatch):
+    real, gate = PromptReader.read, threading.Event()
+
+    def read(self, prompt, params):
+        if len(prompt.token_ids) == 1:
+            assert gate.wait(60)
+        return real(self, prompt, params)
+
+    monkeypatch.setattr(PromptReader, "read", read)
+
+    async def main(engine):
+        slow = asyncio.create_task(engine.generate([5], PARAMS))
+        fast = await engine.generate(PROMPTS[1], PARAMS)
+        assert fast.finished and not slow.done()
+        gate.set()
+        late = asyncio.create_task(engine.generate([6], PARAMS))
+        assert (await slow).finished and (await late).finished
+        gate.clear()
+        too_late = asyncio.create_task(engine.generate([7], PARAMS))
+        await asyncio.sleep(0)
+        await engine.drain()
+        gate.set()
+        with pytest.raises(RuntimeError, match="drains"):
+            await too_late
+
+    _run(engine, main)
 
 
 def test_cancelled_task_and_cancelled_request_free_their_pages(engine):

@@ -19,6 +19,7 @@ from headrace.engine.processors import (
 )
 from headrace.engine.programs import layout_of
 from headrace.engine.slots import empty_slots
+from headrace.engine.text_rules import TokenRules
 
 V, B = 40, 5
 
@@ -112,8 +113,9 @@ def _compare(model, config, case):
     )
     params = SamplingParams(max_tokens=20, **params)
     bad_ids = [tuple(output[-2:]), *bad_ids] if output else bad_ids
+    rules = TokenRules(bad_ids=tuple(bad_ids))
     request = make_request(
-        "r", prompt, params, model_config=model, engine_config=config, bad_ids=bad_ids
+        "r", prompt, params, model_config=model, engine_config=config, rules=rules
     )
     # The counts of half the output come from the host, the others from sampling.
     request.output_token_ids = output[: len(output) // 2]

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.engine.new_request import make_request, make_siblings
 from headrace.engine.prompt_scores import book_prompt_scores
+from headrace.engine.request_state import RequestState
 from headrace.engine.schedule import PrefillChunk, Scores
 
 GREEDY = dict(temperature=0, ignore_eos=True)
@@ -112,6 +114,29 @@ def test_first_delta_alone_brings_the_prompts_logprobs(tiny_llm):
     (whole,) = _generate(tiny_llm, [_ids(40)], params)
     assert deltas[0].prompt_logprobs == whole.prompt_logprobs
     assert [d.prompt_logprobs for d in deltas[1:]] == [None] * 3
+
+
+def test_deltas_bring_the_prompts_logprobs_once_they_are_there(tiny_llm):
+    """A sibling that ends before the prompt was filled brings none of them."""
+    params = SamplingParams(max_tokens=4, prompt_logprobs=0, n=2)
+    request = make_request(
+        "r", [5, 6, 7], params,
+        model_config=tiny_llm.model_config, engine_config=tiny_llm.engine_config,
+    )  # fmt: skip
+    state = RequestState(make_siblings(request), None)
+    state.completions[1].request.finish_reason = "rejected"
+    state.completions[1].end()
+    assert state.has_news and state.take_news().prompt_logprobs is None
+    request.prompt_logprobs[1:] = [{6: (-1.5, 3)}, {7: (-2.5, 9)}]
+    request.output_token_ids += [8]
+    state.completions[0].add_token()
+    found = state.take_news().prompt_logprobs
+    assert [None, *(e.logprob for x in found[1:] for e in x.values())] == [
+        None, -1.5, -2.5
+    ]  # fmt: skip
+    state.completions[0].request.finish_reason = "cancelled"
+    state.completions[0].end()
+    assert state.take_news().prompt_logprobs is None
 
 
 def test_completions_share_one_scored_prompt(tiny_llm):

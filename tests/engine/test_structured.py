@@ -16,21 +16,24 @@ from grammar_walks import (
     FAST,
     NUM_WORDS,
     SCHEMA,
+    TOKENS,
     VOCAB_SIZE,
     allowed,
     push,
     walk,
 )
 
+from headrace.engine.grammar_tokens import GrammarTokens
 from headrace.engine.structured import GrammarCompiler
 from headrace.engine.structured_params import StructuredOutputsParams as Params
 
+DEAD_END = 'start: "a" X\nX: /bc/ & /bd/'
 SUMS = 'start: sum\nsum: NUMBER | "(" sum "+" sum ")"\nNUMBER: /[0-9]/\n'
 
 
 @pytest.fixture(scope="module")
 def compiler():
-    return GrammarCompiler(FAST.to_str(), vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+    return GrammarCompiler(TOKENS)
 
 
 def is_sum(text):
@@ -104,7 +107,8 @@ def test_mask_holds_every_token_that_fits_and_no_other():
     """Bytes of each token against the prefixes of the whole finite language."""
     words = ("foo", "food", "fo  x", "é", '{"k",')
     whole = [word.encode() for word in words]
-    state = GrammarCompiler(FAST.to_str(), vocab_size=263).compile(Params(choice=words))
+    tokens = GrammarTokens(FAST.to_str(), 263, [])
+    state = GrammarCompiler(tokens).compile(Params(choice=words))
     byte_of = {v: k for k, v in _byte_chars().items()}
     pieces = {
         token_id: bytes(byte_of[char] for char in FAST.id_to_token(token_id))
@@ -175,15 +179,28 @@ def test_stop_ids_are_allowed_where_the_text_is_complete_and_a_stop_may_come(com
     assert allowed(state) == set()
 
 
-def test_stop_id_that_is_text_stays_allowed_as_text(compiler):
+def test_stop_id_that_is_text_ends_nothing_before_it_may(compiler):
     state = compiler.compile(Params(regex="aba?"))
     a, b = FAST.token_to_id("a"), FAST.token_to_id("b")
     assert allowed(state, stop_ids=[b], allow_stop=False) == {a}
     state.advance(a)
+    # Nothing but the stop id goes on, so it comes in spite of min_tokens.
     assert allowed(state, stop_ids=[b], allow_stop=False) == {b}
     state.advance(b)
     assert allowed(state, stop_ids=[b]) == {a, b}
     assert allowed(state, stop_ids=[b], allow_stop=False) == {a}
+    state = compiler.compile(Params(regex="[ab]{3}"))
+    assert allowed(state, stop_ids=[b]) == {a, b}
+    assert allowed(state, stop_ids=[b], allow_stop=False) == {a}
+
+
+def test_dead_end_allows_nothing(compiler):
+    state = push(compiler.compile(Params(grammar=DEAD_END)), "a")
+    assert not (state.can_go_on or state.is_complete)
+    for allow_stop in (True, False):
+        assert allowed(state, stop_ids=[EOS], allow_stop=allow_stop) == set()
+    with pytest.raises(ValueError, match="token_id must be one that fits"):
+        state.advance(EOS)
 
 
 def test_stop_token_changes_nothing(compiler):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import threading
 
 import jsonschema
 import pytest
@@ -132,7 +133,7 @@ def test_a_grammar_that_fails_ends_its_own_request_only(text_llm, monkeypatch):
 
     def advance(self, token_id):
         real(self, token_id)
-        if self._matcher.is_accepting() and calls.append(1) is None and len(calls) > 4:
+        if self.is_complete and calls.append(1) is None and len(calls) > 4:
             raise ValueError("too complex")
 
     calls = []
@@ -178,6 +179,10 @@ def test_bad_words_never_come(text_llm):
     ("params", "message"),
     [
         (dict(structured_outputs=Structured(regex="(")), "regex must be"),
+        (
+            dict(structured_outputs=Structured(choice=["ab"] * 50_001)),
+            r"at most 100,000 characters \(max_grammar_len\), got 100,002",
+        ),
         (dict(bad_words=["x" * 9]), "at most 8 tokens each, got 9"),
         (dict(bad_words=[f"{i:02}" for i in range(20)]), "max_bad_words 16 sequences"),
         (dict(prompt_logprobs=21), r"prompt_logprobs must be in \[0, 20\], got 21"),
@@ -223,11 +228,50 @@ def test_spaces_between_special_tokens_are_refused_where_they_cannot_be_left_out
             return " ".join("</s>" for _ in ids)
 
     with pytest.raises(ValueError, match="must be True with this tokenizer"):
-        TextRules(Spaced(), tiny_config[0]).check(params)
+        TextRules(Spaced(), *tiny_config).resolve(params)
+
+
+def test_a_stop_id_that_is_text_waits_for_min_tokens(text_llm):
+    y = text_llm.tokenizer.encode("y")[0]
+    ends = Structured(regex="[xy]{2,9}")
+    options = dict(structured_outputs=ends, stop_token_ids=[y], logit_bias={y: 50.0})
+    early = SamplingParams(**options)
+    late = SamplingParams(**options, min_tokens=4)
+    outputs = _generate(text_llm, [[5]] * 2, [early, late])
+    texts = [(o.outputs[0].text, len(o.outputs[0].token_ids)) for o in outputs]
+    assert texts[0][1] == 1 and texts[1][1] == 5 and texts[1][0].startswith("xxxx")
+    assert all(o.outputs[0].stop_reason == y for o in outputs)
+
+
+def test_a_grammar_is_compiled_while_others_go_on(text_llm, monkeypatch):
+    """The engine's lock is free meanwhile, and a turn can be made."""
+    real, held = TextRules.resolve, []
+
+    def resolve(self, params):
+        def try_lock():
+            held.append(text_llm._loop.lock.acquire(timeout=10))
+            text_llm._loop.lock.release()
+
+        other = threading.Thread(target=try_lock)
+        other.start()
+        other.join()
+        return real(self, params)
+
+    monkeypatch.setattr(TextRules, "resolve", resolve)
+    params = SamplingParams(structured_outputs=Structured(regex="a{3}"))
+    (output,) = _generate(text_llm, [[1, 2]], params)
+    state = text_llm._loop.submit([1, 2], params)
+    while not state.is_finished:
+        text_llm._loop.turn()
+    assert state.output().outputs[0].text == output.outputs[0].text == "aaa"
+    assert held == [True, True]
+    text_llm._loop.drop(state)
 
 
 def test_masks_are_read_from_the_step_before_while_forward_runs(text_llm, monkeypatch):
     runner, events = text_llm._runner, []
+    while text_llm._loop.has_work:  # a step for nobody, of a request before
+        text_llm._loop.turn()
     for name in ("forward", "sample", "read"):
         real = getattr(runner, name)
 
@@ -246,12 +290,17 @@ def test_a_tokenizer_that_grammars_cannot_read_is_one_request_that_cannot_run(
     tiny_config,
 ):
     class Gaps:
+        eos_token = "b"
+
         def to_json(self):
+            reads.append(1)
             words = {"a": 0, "b": 7}
             model = tokenizers.models.WordLevel(words, unk_token="a")
             return tokenizers.Tokenizer(model).to_str()
 
-    rules = TextRules(Gaps(), tiny_config[0])
-    with pytest.raises(ValueError, match="structured outputs"):
-        rules.grammar(SamplingParams(structured_outputs=AS_JSON))
-    assert rules.grammar(SamplingParams()) is None
+    rules, reads = TextRules(Gaps(), *tiny_config), []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="structured outputs"):
+            rules.resolve(SamplingParams(structured_outputs=AS_JSON))
+    assert len(reads) == 1  # a tokenizer takes a while to read
+    assert rules.resolve(SamplingParams()).grammar is None

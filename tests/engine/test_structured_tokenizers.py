@@ -11,8 +11,13 @@ import tokenizers
 from grammar_walks import FAST, SCHEMA, allowed, byte_level, walk
 from tokenizers import decoders, models, normalizers
 
+from headrace.engine.grammar_tokens import GrammarTokens
 from headrace.engine.structured import GrammarCompiler
 from headrace.engine.structured_params import StructuredOutputsParams as Params
+
+
+def _compiler(tokenizer_json, vocab_size, stop_ids=()):
+    return GrammarCompiler(GrammarTokens(tokenizer_json, vocab_size, stop_ids))
 
 
 def byte_fallback():
@@ -40,7 +45,7 @@ def byte_fallback():
 def test_sentencepiece_tokenizer_with_byte_fallback_writes_the_language():
     fast = byte_fallback()
     size = fast.get_vocab_size()
-    made = GrammarCompiler(fast.to_str(), vocab_size=size, eos_token_id=2)
+    made = _compiler(fast.to_str(), size, [2])
     words = -(-size // 32)
     state = made.compile(Params(choice=["b a", "é", "日"]))
     # Characters as such, or the bytes of their UTF-8.
@@ -58,20 +63,20 @@ def test_sentencepiece_tokenizer_with_byte_fallback_writes_the_language():
 
 def test_tokenizer_that_cannot_be_read_is_refused():
     with pytest.raises(ValueError, match="tokenizer_json"):
-        GrammarCompiler("{}", vocab_size=9)
+        _compiler("{}", 9)
     no_bytes = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     with pytest.raises(NotImplementedError, match="byte-level"):
-        GrammarCompiler(no_bytes.to_str(), vocab_size=9)
+        _compiler(no_bytes.to_str(), 9)
     gaps = byte_level()
     model = json.loads(gaps.to_str())
     model["model"]["vocab"]["foo"] = 400
     with pytest.raises(NotImplementedError, match="gaps"):
-        GrammarCompiler(json.dumps(model), vocab_size=500)
+        _compiler(json.dumps(model), 500)
     # Here llguidance would write ▁ where the tokenizer writes a space.
     other = byte_fallback()
     other.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     with pytest.raises(NotImplementedError, match="llguidance reads"):
-        GrammarCompiler(other.to_str(), vocab_size=500)
+        _compiler(other.to_str(), 500)
 
 
 @pytest.mark.real_model
@@ -80,7 +85,7 @@ def test_real_tokenizer_writes_valid_json_and_nothing_that_is_special(
 ):
     fast = smollm2_tokenizer._fast
     size = smollm2_tokenizer.vocab_size
-    real = GrammarCompiler(fast.to_str(), vocab_size=size, eos_token_id=2)
+    real = _compiler(fast.to_str(), size, [2])
     words = -(-size // 32)
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -99,7 +104,7 @@ def test_real_tokenizer_writes_valid_json_and_nothing_that_is_special(
 
 @pytest.mark.parametrize("vocab_size, words", [(262, 9), (256, 8), (250, 8)])
 def test_model_with_fewer_rows_than_the_tokenizer_has_ids(vocab_size, words):
-    few = GrammarCompiler(FAST.to_str(), vocab_size=vocab_size)
+    few = _compiler(FAST.to_str(), vocab_size)
     found = allowed(few.compile(Params(regex="(?s).*")), words)
     assert found and max(found) < min(vocab_size, 261)
 
@@ -108,10 +113,10 @@ def test_end_token_is_no_text_even_where_it_is_not_marked_special():
     fast = byte_level()
     fast.add_tokens(["END"])
     any_text = Params(regex="(?s).*")
-    marked = GrammarCompiler(fast.to_str(), vocab_size=264, eos_token_id=263)
+    marked = _compiler(fast.to_str(), 264, [263])
     assert 263 not in allowed(marked.compile(any_text), 9)
     assert 263 in allowed(marked.compile(any_text), 9, stop_ids=[263])
-    plain = GrammarCompiler(fast.to_str(), vocab_size=264)
+    plain = _compiler(fast.to_str(), 264)
     assert 263 in allowed(plain.compile(any_text), 9)
 
 

@@ -4,6 +4,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from headrace.engine.grammar_tokens import GrammarTokens
+
 BOS, EOS, VOCAB_SIZE = 261, 262, 300  # the tokenizer ends at 263
 NUM_WORDS = 10
 SCHEMA = {
@@ -39,6 +41,7 @@ def byte_level():
 
 
 FAST = byte_level()
+TOKENS = GrammarTokens(FAST.to_str(), VOCAB_SIZE, [EOS])
 
 
 def allowed(state, num_words=NUM_WORDS, **stops):
