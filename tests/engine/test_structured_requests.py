@@ -7,7 +7,6 @@ import threading
 
 import jsonschema
 import pytest
-import tokenizers
 
 from headrace import LLM, EngineConfig, SamplingParams
 from headrace.engine.structured import GrammarState
@@ -212,25 +211,6 @@ def test_rules_of_text_need_a_tokenizer(tiny_llm):
             SamplingParams(structured_outputs=value)
 
 
-def test_spaces_between_special_tokens_are_refused_where_they_cannot_be_left_out(
-    text_llm, tiny_config
-):
-    params = SamplingParams(spaces_between_special_tokens=False, max_tokens=1)
-    assert _generate(text_llm, [[5]], params)[0].finished
-
-    class Spaced:
-        eos_token = "</s>"
-
-        def encode(self, text, *, add_bos):
-            return [0]
-
-        def decode(self, ids, *, skip_special_tokens):
-            return " ".join("</s>" for _ in ids)
-
-    with pytest.raises(ValueError, match="must be True with this tokenizer"):
-        TextRules(Spaced(), *tiny_config).resolve(params)
-
-
 def test_a_stop_id_that_is_text_waits_for_min_tokens(text_llm):
     y = text_llm.tokenizer.encode("y")[0]
     ends = Structured(regex="[xy]{2,9}")
@@ -284,23 +264,3 @@ def test_masks_are_read_from_the_step_before_while_forward_runs(text_llm, monkey
     _generate(text_llm, [[1, 2]], params)
     assert events[:8] == ["forward", "sample", *["forward", "read", "sample"] * 2]
     assert events[8:] == ["forward", "read", "sample"]  # the last of them for nobody
-
-
-def test_a_tokenizer_that_grammars_cannot_read_is_one_request_that_cannot_run(
-    tiny_config,
-):
-    class Gaps:
-        eos_token = "b"
-
-        def to_json(self):
-            reads.append(1)
-            words = {"a": 0, "b": 7}
-            model = tokenizers.models.WordLevel(words, unk_token="a")
-            return tokenizers.Tokenizer(model).to_str()
-
-    rules, reads = TextRules(Gaps(), *tiny_config), []
-    for _ in range(2):
-        with pytest.raises(ValueError, match="structured outputs"):
-            rules.resolve(SamplingParams(structured_outputs=AS_JSON))
-    assert len(reads) == 1  # a tokenizer takes a while to read
-    assert rules.resolve(SamplingParams()).grammar is None
