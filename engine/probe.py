@@ -13,7 +13,9 @@ import numpy as np
 
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.new_request import longest_request
+from headrace.engine.packed_layout import ROW_FIELDS
 from headrace.engine.probe_sampling import probe_sampling
+from headrace.engine.probe_scoring import ScorePrint, without_equal_scores
 from headrace.engine.programs import ProgramKey, program_name
 from headrace.engine.slots import SlotState, empty_slots
 
@@ -31,10 +33,15 @@ def probe(runner: ModelRunner) -> dict[str, str]:
     case, config = _ProbeCase.make(runner), runner.config
     prints: dict[str, set[str]] = {}
     shapes = config.prefill_shapes or ()
-    if config.scoring:
-        for shape in shapes:
-            prints[program_name(("score", shape))] = case.fill(("score", shape))
-    fills = {shape: case.fill(("prefill", shape)) for shape in shapes}
+    scored = {
+        program_name(("score", shape)): case.fill(("score", shape))
+        for shape in (shapes if config.scoring else ())
+    }
+    prints |= without_equal_scores(scored)
+    fills = {
+        shape: {logits for logits, _ in case.fill(("prefill", shape))}
+        for shape in shapes
+    }
     for shape, found in fills.items():
         prints[program_name(("prefill", shape))] = found
     best = best_shapes({s: _letter_of(found) for s, found in fills.items()})
@@ -100,8 +107,10 @@ class _ProbeCase:
         table_M[:used] = 1 + np.arange(used)
         return cls(runner, tokens.astype(np.int32), prompt_len, table_M)
 
-    def fill(self, key: ProgramKey) -> set[str]:
+    def fill(self, key: ProgramKey) -> set[tuple[str, str]]:
         """Prefills in chunks of this shape, as the last row and then as the first.
+
+        Returns prints of the logits, and of the scores where the program gives them.
 
         The other rows hold shorter prompts whose pages are all the dummy page. Once
         the first chunk is one page long, since a prefix found in the cache makes the
@@ -110,23 +119,29 @@ class _ProbeCase:
         R, T = key[1]
         prints = set()
         for row, first in {(R - 1, T), (0, T), (0, min(T, self._page_size))}:
+            scores = ScorePrint(self.runner)
             start, length = 0, first
             while start < self.prompt_len:
                 length = min(length, self.prompt_len - start)
-                self._fill_one(key, row, start, length)
+                self._fill_one(key, row, start, length, scores)
                 start, length = start + length, T
             rows = [self.runner.read(self.runner.logits_BQV[0, 0])]
             self.prompt_logits[:] = rows
             # What decoding computes too, to compare the roles.
             for step in range(_DECODE_STEPS):
-                self._fill_one(key, row, self.prompt_len + step, 1)
+                self._fill_one(key, row, self.prompt_len + step, 1, scores)
                 rows.append(self.runner.read(self.runner.logits_BQV[0, 0]))
-            prints.add(self._fingerprint(rows))
+            prints.add((self._fingerprint(rows), scores.text()))
         return prints
 
-    def _fill_one(self, key: ProgramKey, row: int, start: int, length: int) -> None:
+    def _fill_one(
+        self, key: ProgramKey, row: int, start: int, length: int, scores: ScorePrint
+    ) -> None:
         packed = self._chunk(key[1], row, start, length)
-        self.runner.forward(key, jnp.asarray(packed))
+        found = self.runner.forward(key, jnp.asarray(packed))
+        if found is not None:
+            is_last = start + length >= self.prompt_len
+            scores.add(found, row, length, has_logits=is_last)
 
     @property
     def _page_size(self) -> int:
@@ -141,6 +156,10 @@ class _ProbeCase:
         for other in range(shape[0]):
             rows[other, :4] = (0, 0, max(1, length // 2), 0)
         rows[row, :4] = (0, start, length, start + length >= self.prompt_len)
+        following = self.tokens[start + length : start + length + 1]
+        rows[row, ROW_FIELDS.index("next_token")] = (
+            following[0] if len(following) else 0
+        )
         layout.page_table(rows)[row] = self.table_M
         tokens[row, :length] = self.tokens[start : start + length]
         return packed

@@ -54,6 +54,7 @@ _CODE = (
     "engine/page_moves.py",
     "engine/probe.py",
     "engine/probe_sampling.py",
+    "engine/probe_scoring.py",
     "engine/processors.py",
     "engine/programs.py",
     "engine/sample_step.py",

@@ -21,12 +21,12 @@ MAY_IMPORT["pallas_kernels"] = {"pallas_kernels"}
 # Every other file of engine/ is host side and runs without jax.
 DEVICE_SIDE = {
     "async_llm", "batch_run", "device_facts", "llm", "logprobs", "loop", "model_runner",
-    "page_moves", "probe", "probe_sampling", "processors", "program_store", "programs",
-    "sample_step", "sampler", "scoring", "slots", "steps", "thresholds", "warmup",
+    "page_moves", "probe", "probe_sampling", "probe_scoring", "processors",
+    "program_store", "programs", "sample_step", "sampler", "scoring", "slots", "steps",
+    "thresholds", "warmup",
 }  # fmt: skip
 
-# Packages that import jax, and jax itself.
-NEEDS_JAX = {"jax", "jaxlib", "flax", "orbax", "chex", "optax"}
+NEEDS_JAX = {"jax", "jaxlib", "flax", "orbax", "chex", "optax"}  # jax comes with each
 
 MAX_LINES, MAX_KERNEL_LINES, MAX_POSITIONAL = 300, 400, 6
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

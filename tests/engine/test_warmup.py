@@ -8,6 +8,7 @@ import pytest
 
 from headrace.configs import load_config, parse_config
 from headrace.engine.model_runner import ModelRunner
+from headrace.engine.steps import SCORE_ROWS
 from headrace.engine.warmup import warm_up
 from headrace.layers.inputs import ModelOutput
 
@@ -19,19 +20,23 @@ class ElementwiseModel:
     `odd_rows` and `odd_tokens` plant a layer that rounds differently at one decode
     batch size or chunk length, `odd_decode` one that does in all of decode;
     `mixes_rows` one that reads its neighbours, `odd_starts` one whose bits depend on
-    where chunks of that length start.
+    where chunks of that length start, `odd_scores` a head that rounds differently over
+    as many rows as scoring gives it.
     """
 
     odd_rows: int = 0
     odd_tokens: int = 0
     odd_starts: int = 0
     odd_decode: bool = False
+    odd_scores: bool = False
     mixes_rows: bool = False
 
     def apply(self, variables, *args, method=None):
         if method == "logits":
             (hidden,) = args
             vocab = jnp.arange(variables["params"]["embedding"].shape[0])
+            if self.odd_scores and hidden.shape[0] == SCORE_ROWS:
+                hidden = hidden * (1 + 1e-6)
             return hidden[..., vocab % hidden.shape[-1]] * (1 + vocab % 7)
         kv_cache, inputs = args
         hidden = variables["params"]["embedding"][inputs.tokens_BT]
@@ -53,7 +58,7 @@ class Runner(ModelRunner):
     compiled: ClassVar[dict] = {}
 
     def _build(self, key, stored):
-        if key[0] in ("decode", "prefill"):
+        if key[0] in ("decode", "prefill", "score"):
             return super()._build(key, stored)
         if key not in self.compiled:
             entry = super()._build(key, stored)
@@ -62,12 +67,12 @@ class Runner(ModelRunner):
         return dataclasses.replace(entry)
 
 
-def _runner(tiny_checkpoint, numerics="invariant", **odd):
+def _runner(tiny_checkpoint, numerics="invariant", scoring=False, **odd):
     model_config, config = parse_config(load_config("tiny"))
     config = dataclasses.replace(
         config, param_dtype="float32", kv_dtype="float32", numerics=numerics,
         num_slots=16, decode_batch_sizes=(8, 12, 16),
-        prefill_shapes=((1, 16), (1, 32), (2, 64)),
+        prefill_shapes=((1, 16), (1, 32), (2, 64)), scoring=scoring,
     )  # fmt: skip
     runner = Runner(
         model_config, config, tiny_checkpoint.params, model=ElementwiseModel(**odd)
@@ -140,6 +145,38 @@ def test_fast_mode_keeps_every_bucket_and_still_says_so(tiny_checkpoint):
     config = warm_up(runner, None)
     assert config.decode_batch_sizes == (8, 12, 16)
     assert "2 bit classes" in runner.ledger.verdict["generating"]
+
+
+def test_scores_that_generation_would_not_report_are_found(tiny_checkpoint):
+    runner = _runner(tiny_checkpoint, scoring=True)
+    warm_up(runner, None)
+    assert "all 6 programs in one bit class" in runner.ledger.verdict["filling"]
+    odd = _runner(tiny_checkpoint, "fast", scoring=True, odd_scores=True)
+    warm_up(odd, None)
+    assert (
+        "; A: score[1x16], score[1x32], score[2x64])" in (odd.ledger.verdict["filling"])
+    )
+    with pytest.raises(ValueError, match="numerics 'invariant' cannot be had"):
+        warm_up(
+            _runner(tiny_checkpoint, scoring=True, odd_scores=True),
+            {e.name: e.bit_class for e in odd.ledger.entries.values()},
+        )
+
+
+def test_one_score_program_that_differs_is_told_apart(tiny_checkpoint, monkeypatch):
+    runner = _runner(tiny_checkpoint, "fast", scoring=True)
+    real = runner.forward
+
+    def forward(key, packed):
+        scores = real(key, packed)
+        if key != ("score", (1, 32)):
+            return scores
+        return scores._replace(logprob_X=scores.logprob_X * (1 + 1e-6))
+
+    monkeypatch.setattr(runner, "forward", forward)
+    warm_up(runner, None)
+    classes = {e.name: e.bit_class for e in runner.ledger.entries.values()}
+    assert classes["score[1x16]"] == classes["score[2x64]"] != classes["score[1x32]"]
 
 
 def test_rows_that_depend_on_their_company_are_refused(tiny_checkpoint):
