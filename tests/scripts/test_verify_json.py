@@ -10,6 +10,7 @@ import tokenizers
 from absl.testing import flagsaver
 from tokenizers import decoders, models, pre_tokenizers
 
+from headrace.engine.grammar_tokens import GrammarTokens
 from headrace.engine.outputs import CompletionOutput, RequestOutput
 from headrace.engine.structured import GrammarCompiler
 from headrace.scripts import engine_flags, verify_json
@@ -28,7 +29,7 @@ def byte_tokenizer():
 
 
 FAST = byte_tokenizer()
-COMPILER = GrammarCompiler(FAST.to_str(), vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+COMPILER = GrammarCompiler(GrammarTokens(FAST.to_str(), VOCAB_SIZE, [EOS]))
 
 
 def walk(params, seed):
