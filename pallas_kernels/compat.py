@@ -1,4 +1,4 @@
-"""What differs between jax versions and machines in Mosaic GPU; kernels go through here.
+"""What differs between jax versions in Mosaic GPU; kernels go through here.
 
 Tried with jax 0.11.2 and 0.12.0.1. Importing this loads Mosaic GPU (half a second), so
 only files of kernels do; `gpu_target.py` says which of them a machine can run.

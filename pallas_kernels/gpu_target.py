@@ -18,7 +18,7 @@ _named: contextvars.ContextVar[Capability | None] = contextvars.ContextVar(
 
 
 def gpu_capability() -> Capability | None:
-    """Major and minor number, such as (9, 0) for an H100; None where there is no GPU."""
+    """Major and minor number, such as (9, 0) for an H100; None without a GPU."""
     if (named := _named.get()) is not None:
         return named
     if jax.default_backend() != "gpu":

@@ -6,9 +6,14 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from headrace.pallas_kernels import native
+from headrace.pallas_kernels.paged_attention.options import (
+    AttentionArrays,
+    AttentionOptions,
+    Pools,
+)
 
 _SOURCE = pathlib.Path(__file__).with_name("cpu.cc")
 _LANES, _MAX_GROUP, _MAX_HEAD_DIM = 16, 64, 512
@@ -16,12 +21,10 @@ _LANES, _MAX_GROUP, _MAX_HEAD_DIM = 16, 64, 512
 
 def paged_attention_cpu(
     q_BTKGH: Float[Array, "B T K G H"],
-    pools: tuple[Float[Array, "L P K C H"], Float[Array, "L P K C H"]],
+    pools: Pools,
     layer: int,
-    *,
-    page_table_BM: Int[Array, "B M"],
-    positions_BT: Int[Array, "B T"],
-    context_len_B: Int[Array, " B"],
+    arrays: AttentionArrays,
+    options: AttentionOptions,
 ) -> Float[Array, "B T K G H"]:
     """See `api.paged_attention`, whose arguments these are, already checked.
 
@@ -33,14 +36,13 @@ def paged_attention_cpu(
     """
     G, H = q_BTKGH.shape[3:]
     name = _target(G, H, pools[0].shape[3], pools[0].dtype.name)
-    if name is None:
-        raise NotImplementedError("no CPU kernel of these shapes on this machine")
+    if name is None or not (arrays.is_plain and options.is_plain):
+        raise NotImplementedError("no CPU kernel of this kind on this machine")
     call = jax.ffi.ffi_call(
         name,
         jax.ShapeDtypeStruct(q_BTKGH.shape, jnp.float32),
     )
-    arrays = (page_table_BM, positions_BT, context_len_B)
-    indices = (a.astype(jnp.int32) for a in arrays)
+    indices = (a.astype(jnp.int32) for a in arrays[:3] if a is not None)
     out = call(q_BTKGH.astype(jnp.float32), *pools, *indices, layer=np.int64(layer))
     return out.astype(q_BTKGH.dtype)
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+Pools = tuple[Float[Array, "L P K C H"], Float[Array, "L P K C H"]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
@@ -31,6 +33,11 @@ class AttentionOptions:
                 raise ValueError(f"{name} must be a number above 0, got {value}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, got {self.window}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are products over sqrt(H), of all keys before."""
+        return self == AttentionOptions()
 
     def scale_of(self, head_dim: int) -> float:
         """The factor of the scores."""
@@ -66,3 +73,8 @@ class AttentionArrays(NamedTuple):
     sinks_KG: Float[Array, "K G"] | None = None
     k_scales: Float[Array, "L P K C"] | None = None
     v_scales: Float[Array, "L P K C"] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are a table, positions and lengths alone."""
+        return all(value is None for value in self[3:])

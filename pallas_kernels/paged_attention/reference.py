@@ -1,37 +1,81 @@
-"""The plain truth for paged attention: dense, float32, one row at a time, in numpy.
+"""The plain truth for paged attention: dense, float32, one query at a time, in numpy.
 
 Slow on purpose: every faster implementation is compared with it.
 """
 
 import numpy as np
 
+from headrace.pallas_kernels.paged_attention.options import (
+    AttentionArrays,
+    AttentionOptions,
+)
+
 
 def paged_attention_reference(
     q_BTKGH: np.ndarray,
     pools: tuple[np.ndarray, np.ndarray],
     layer: int,
-    *,
-    page_table_BM: np.ndarray,
-    positions_BT: np.ndarray,
-    context_len_B: np.ndarray,
+    arrays: AttentionArrays,
+    options: AttentionOptions,
 ) -> np.ndarray:
-    """Same meaning as `api.paged_attention`, float32 in and out."""
+    """Same meaning as `api.paged_attention`, with numpy arrays, float32 in and out."""
     B, T, K, G, H = q_BTKGH.shape
     out = np.zeros((B, T, K, G, H), np.float32)
+    scales = (arrays.k_scales, arrays.v_scales)
     for b in range(B):
-        S = int(context_len_B[b])
         k_SKH, v_SKH = (
-            np.concatenate([pool[layer, p] for p in page_table_BM[b]], axis=1)[:, :S]
-            .transpose(1, 0, 2)
-            .astype(np.float32)
-            for pool in pools
+            _keys(pool, scale, layer, arrays, b)
+            for pool, scale in zip(pools, scales, strict=True)
         )
         for t in range(T):
-            end = min(int(positions_BT[b, t]) + 1, S)
-            if end <= 0:
+            seen = _seen(arrays, options, b, t)
+            if not seen.size:
                 continue
-            score = np.einsum("kgh,skh->kgs", q_BTKGH[b, t], k_SKH[:end]) * H**-0.5
-            weight = np.exp(score - score.max(-1, keepdims=True))
-            weight /= weight.sum(-1, keepdims=True)
-            out[b, t] = np.einsum("kgs,skh->kgh", weight, v_SKH[:end])
+            q_KGH = q_BTKGH[b, t].astype(np.float32)
+            score = np.einsum("kgh,skh->kgs", q_KGH, k_SKH[seen])
+            score *= options.scale_of(H)
+            if options.soft_cap is not None:
+                score = options.soft_cap * np.tanh(score / options.soft_cap)
+            top = score.max(-1, keepdims=True)
+            weight = np.exp(score - top)
+            total = weight.sum(-1, keepdims=True)
+            if arrays.sinks_KG is not None:
+                total += np.exp(arrays.sinks_KG[..., None] - top)
+            out[b, t] = np.einsum("kgs,skh->kgh", weight / total, v_SKH[seen])
     return out
+
+
+def _keys(
+    pool_LPKCH: np.ndarray,
+    scale_LPKC: np.ndarray | None,
+    layer: int,
+    arrays: AttentionArrays,
+    row: int,
+) -> np.ndarray:
+    """The row's keys or values [S, K, H], S its context."""
+    S, C = int(arrays.context_len_B[row]), pool_LPKCH.shape[3]
+    ids = arrays.page_table_BM[row][: -(-S // C)]
+    pages_JKCH = pool_LPKCH[layer, ids].astype(np.float32)
+    if scale_LPKC is not None:
+        pages_JKCH = pages_JKCH * scale_LPKC[layer, ids][..., None]
+    J, K, C, H = pages_JKCH.shape
+    return pages_JKCH.transpose(0, 2, 1, 3).reshape(J * C, K, H)[:S]
+
+
+def _seen(
+    arrays: AttentionArrays, options: AttentionOptions, row: int, token: int
+) -> np.ndarray:
+    """Positions of the keys that a query sees."""
+    key_S = np.arange(int(arrays.context_len_B[row]))
+    position = int(arrays.positions_BT[row, token])
+    first = int(arrays.positions_BT[row, 0])
+    if arrays.tree_mask_BT is None:
+        sees_S = key_S <= position
+    else:
+        mask = int(arrays.tree_mask_BT[row, token]) % 2**32
+        num_nodes = arrays.positions_BT.shape[1]
+        nodes = [j for j in range(num_nodes) if mask >> j & 1]
+        sees_S = (key_S < first) & (key_S <= position) | np.isin(key_S - first, nodes)
+    if options.window is not None:
+        sees_S &= key_S > position - options.window
+    return key_S[sees_S]

@@ -10,6 +10,10 @@ from hypothesis import strategies as st
 from headrace.pallas_kernels import native
 from headrace.pallas_kernels.paged_attention import cpu
 from headrace.pallas_kernels.paged_attention.api import cpu_identity, paged_attention
+from headrace.pallas_kernels.paged_attention.options import (
+    AttentionArrays,
+    AttentionOptions,
+)
 from headrace.pallas_kernels.paged_attention.reference import (
     paged_attention_reference,
 )
@@ -56,13 +60,19 @@ def _case(context_lens, query_lens, seed=0, fill=None):
 def _run(case, attention=paged_attention, layer=1):
     arrays = jax.tree.map(jnp.array, case)
     q, pools = arrays.pop("q_BTKGH"), arrays.pop("pools")
+    if attention is not paged_attention:
+        arrays = {
+            "arrays": AttentionArrays(**arrays), "options": AttentionOptions()
+        }  # fmt: skip
     return np.asarray(attention(q, pools, layer, **arrays))
 
 
 def _truth(case, layer=1):
     rest = dict(case)
     q, pools = rest.pop("q_BTKGH"), rest.pop("pools")
-    return paged_attention_reference(q, pools, layer, **rest)
+    return paged_attention_reference(
+        q, pools, layer, AttentionArrays(**rest), AttentionOptions()
+    )
 
 
 @both

@@ -1,0 +1,64 @@
+"""Which shapes the Mosaic kernels serve, and their block sizes, as data. No jax.
+
+No card has timed any of them: chosen so that ptxas spills nothing, and by bytes in
+flight. `scripts/gpu_selfcheck.py` is for measuring.
+"""
+
+import dataclasses
+from typing import Any
+
+# wgmma exists here and nowhere else: other GPUs take plain XLA.
+CAPABILITY = (9, 0)
+HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64)
+# Query rows of one kv head that fit wgmma's narrow side.
+MAX_DECODE_ROWS = 64
+MAX_DECODE_TOKENS = 8
+# Keys of one split: fixed, so that no bit depends on the batch.
+SPLIT = 512
+# Keys of one tile.
+TILE = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeTuning:
+    """Sizes of the decode kernel.
+
+    Attributes:
+      stages: tiles of keys, and of values, in flight.
+      split: keys that one program handles.
+    """
+
+    stages: int
+    split: int = SPLIT
+
+
+def decode_tuning(head_dim: int, *, is_narrow: bool) -> DecodeTuning:
+    """The sizes for a head dimension; `is_narrow` for 8-bit pools."""
+    del is_narrow
+    return DecodeTuning(stages={64: 4, 128: 3, 256: 2}[head_dim])
+
+
+def is_decode(num_tokens: int, group: int) -> bool:
+    """Whether the decode kernel serves so many query tokens of so many heads."""
+    rows = num_tokens * group
+    return num_tokens <= MAX_DECODE_TOKENS and rows <= MAX_DECODE_ROWS
+
+
+def refusal(
+    q_BTKGH: Any, pools: tuple[Any, Any], capability: tuple[int, int]
+) -> str | None:
+    """Why the kernels do not serve these arguments of the API, or None."""
+    _, T, _, G, H = q_BTKGH.shape
+    C, dtype = pools[0].shape[3], pools[0].dtype.name
+    if capability != CAPABILITY:
+        return f"compute capability {capability}, not {CAPABILITY}"
+    if q_BTKGH.dtype.name != "bfloat16":
+        return f"queries of {q_BTKGH.dtype.name}, not bfloat16"
+    if dtype not in ("bfloat16", "int8", "float8_e4m3fn"):
+        return f"pools of {dtype}"
+    if H not in HEAD_DIMS or C not in PAGE_SIZES:
+        return f"head_dim {H} (of {HEAD_DIMS}), pages of {C} (of {PAGE_SIZES})"
+    if not is_decode(T, G):
+        return f"{T} tokens of {G} heads a group: there is no kernel for chunks yet"
+    return None
