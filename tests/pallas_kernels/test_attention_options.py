@@ -1,6 +1,7 @@
 """What paged attention does besides causal rows: in plain XLA, or refused."""
 
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import LAYER, make_case
+from paged_cases import LAYER, make_case, relative_error
 
+from headrace.pallas_kernels import gpu_target
 from headrace.pallas_kernels.paged_attention import api
+from headrace.pallas_kernels.paged_attention.options import AttentionOptions
 
 
 def attend(case, **more):
@@ -58,6 +61,75 @@ def test_each_option_changes_the_output():
     ):  # fmt: skip
         outs.append(make_case([120, 90], T=4, H=32, C=32, **more).truth())
     for i, one in enumerate(outs):
+        assert all(relative_error(one, other) > 1e-2 for other in outs[:i])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(sinks_KG=np.zeros((2, 4), np.float32)), r"sinks_KG .* shape \(1, 4"),
+        (dict(page_table_BM=np.zeros((1, 8), np.int64)), "page_table_BM must be int32"),
+        (dict(context_len_B=np.zeros((2,), np.int32)), "context_len_B .* shape"),
+        (dict(tree_mask_BT=np.zeros((1, 2), np.int32)), "tree_mask_BT must have shape"),
+        (dict(scales=(np.zeros((2, 11, 1, 16), np.float32),) * 2), "8-bit pools, and"),
+        (dict(implementation="cuda"), "implementation must be one of .*got 'cuda'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_while_tracing(changes, message):
+    case = make_case([20])
+    with jax.enable_x64(True), pytest.raises(ValueError, match=message):
+        fields = case.arrays._asdict() | changes
+        scales = fields.pop("scales", None)
+        del fields["k_scales"], fields["v_scales"]
+        api.paged_attention(
+            jnp.asarray(case.q_BTKGH), tuple(map(jnp.asarray, case.pools)), LAYER,
+            **fields, scales=scales,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(window=0), "window must be at least 1, got 0"),
+        (dict(soft_cap=0.0), "soft_cap must be a number above 0, got 0.0"),
+        (dict(scale=float("inf")), "scale must be a number above 0, got inf"),
+    ],
+)
+def test_options_out_of_their_range_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionOptions(**values)
+
+
+def test_pages_of_8_bits_need_32_tokens():
+    case = make_case([20], C=16, dtype=np.int8)
+    with pytest.raises(ValueError, match="at least 32 tokens, got 16"):
+        attend(case)
+
+
+def _lowered(case, capability):
+    """What is compiled for a GPU, before XLA."""
+    with gpu_target.compiling_for(capability):
+        traced = jax.jit(lambda: attend(case)).trace()
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "reason"),
+    [
+        ((9, 0), dict(C=16), None),
+        ((9, 0), dict(C=32, dtype=np.int8), None),
+        ((10, 0), dict(C=16), r"compute capability (10, 0), not (9, 0)"),
+        ((8, 0), dict(C=16), r"compute capability (8, 0), not (9, 0)"),
+        ((9, 0), dict(C=16, H=32), "head_dim 32"),
+        ((9, 0), dict(C=16, T=9), "9 tokens of 4 heads"),
+    ],
+)
+def test_a_gpu_gets_the_kernels_or_hears_why_not(capability, options, reason, caplog):
+    api._say_once.cache_clear()
+    case = make_case([20, 40], **options)
+    with caplog.at_level(logging.WARNING):
+        texts = [_lowered(case, capability) for _ in range(2)]
+    if reason is None:
         assert texts[0].count("custom_call @mosaic_gpu") == 2  # decode, merge
         assert not caplog.messages
     else:
