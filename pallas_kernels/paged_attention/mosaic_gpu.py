@@ -50,7 +50,7 @@ def _decode(
     *,
     interpret: Any,
 ) -> Float[Array, "B T K G H"]:
-    B, T, K, G, H = q_BTKGH.shape
+    _, T, _, G, H = q_BTKGH.shape
     sizes = tuning.decode_tuning(H, is_narrow=pools[0].dtype.itemsize == 1)
     partial = paged_decode_mosaic(
         q_BTKGH, pools, layer, arrays, options, tuning=sizes, interpret=interpret
@@ -59,14 +59,10 @@ def _decode(
     if sinks_KN is not None:
         sinks_KN = jnp.tile(sinks_KN, (1, T))
         sinks_KN = jnp.pad(sinks_KN, ((0, 0), (0, partial[1].shape[-1] - T * G)))
-    out_BKHN = merge_splits(
-        partial,
-        live_splits(arrays, options, sizes.split),
-        sinks_KN,
-        interpret=interpret,
+    live_B2 = live_splits(arrays, options, sizes.split)
+    return merge_splits(
+        partial, live_B2, sinks_KN, num_tokens=T, group=G, interpret=interpret
     )
-    out = out_BKHN[..., : T * G].reshape(B, K, H, T, G)
-    return out.transpose(0, 3, 1, 4, 2)
 
 
 def live_splits(

@@ -27,12 +27,15 @@ def merge_splits(
     live_B2: Int[Array, "B 2"],
     sinks_KN: Float[Array, "K N"] | None,
     *,
+    num_tokens: int,
+    group: int,
     interpret: Any = None,
-) -> Float[Array, "B K H N"]:
-    """The attention output, bfloat16.
+) -> Float[Array, "B T K G H"]:
+    """The attention output, bfloat16, as the next product wants it.
 
     Args:
       partial: acc, m, l, as the decode kernel gives them.
+      num_tokens, group: T and G.
       live_B2: first split with keys of each row, and one past the last.
       sinks_KN: natural scores that join the softmax without a value.
       interpret: see `compat.interpreter`.
@@ -49,7 +52,7 @@ def merge_splits(
 
     def body(acc_ref: Any, m_ref: Any, l_ref: Any, live_ref: Any, *rest: Any) -> None:
         row, head, part = (lax.axis_index(name) for name in ("row", "head", "part"))
-        *sinks, out_ref = rest
+        *sinks, out_ref, out_smem = rest
 
         def spread(x_N: Array) -> Array:
             return lax.broadcast_in_dim(x_N, (_PART, N), [1])
@@ -78,13 +81,21 @@ def merge_splits(
             total_N > 0, 1.0 / jnp.where(total_N > 0, total_N, 1.0), 0.0
         )
         out_PN = (out_PN * spread(inverse_N)).astype(jnp.bfloat16)
-        compat.store(out_ref.at[row, head, _part_of(part)], out_PN)
+        out_PN = plgpu.layout_cast(out_PN, plgpu.Layout.WGMMA_TRANSPOSED)
+        compat.store(out_smem.transpose((1, 0)), out_PN)
+        plgpu.commit_smem()
+        for token in range(num_tokens):
+            queries = out_smem.at[pl.ds(token * group, group)]
+            place = out_ref.at[row, token, head, :, _part_of(part)]
+            plgpu.copy_smem_to_gmem(queries, place)
+        plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((B, K, H, N), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((B, num_tokens, K, group, H), jnp.bfloat16),
         grid=(B, K, H // _PART),
         grid_names=("row", "head", "part"),
+        scratch_types=(plgpu.SMEM((N, _PART), jnp.bfloat16),),
         kernel_name="paged_decode_merge",
         **compat.kernel_options(interpret),
     )(*operands)

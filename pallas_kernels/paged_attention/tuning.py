@@ -11,8 +11,8 @@ from typing import Any
 CAPABILITY = (9, 0)
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)
-# Query rows of one kv head that fit wgmma's narrow side.
-MAX_DECODE_ROWS = 64
+# Query rows of one kv head, by head dim: wgmma's narrow side, as far as nothing spills.
+MAX_DECODE_ROWS = {64: 64, 128: 64, 256: 32}
 MAX_DECODE_TOKENS = 8
 # Keys of one split: fixed, so that no bit depends on the batch.
 SPLIT = 512
@@ -39,10 +39,10 @@ def decode_tuning(head_dim: int, *, is_narrow: bool) -> DecodeTuning:
     return DecodeTuning(stages={64: 4, 128: 3, 256: 2}[head_dim])
 
 
-def is_decode(num_tokens: int, group: int) -> bool:
+def is_decode(num_tokens: int, group: int, head_dim: int) -> bool:
     """Whether the decode kernel serves so many query tokens of so many heads."""
     rows = num_tokens * group
-    return num_tokens <= MAX_DECODE_TOKENS and rows <= MAX_DECODE_ROWS
+    return num_tokens <= MAX_DECODE_TOKENS and rows <= MAX_DECODE_ROWS[head_dim]
 
 
 def refusal(
@@ -59,6 +59,6 @@ def refusal(
         return f"pools of {dtype}"
     if H not in HEAD_DIMS or C not in PAGE_SIZES:
         return f"head_dim {H} (of {HEAD_DIMS}), pages of {C} (of {PAGE_SIZES})"
-    if not is_decode(T, G):
+    if not is_decode(T, G, H):
         return f"{T} tokens of {G} heads a group: there is no kernel for chunks yet"
     return None

@@ -122,6 +122,7 @@ def _lowered(case, capability):
         ((8, 0), dict(C=16), r"compute capability (8, 0), not (9, 0)"),
         ((9, 0), dict(C=16, H=32), "head_dim 32"),
         ((9, 0), dict(C=16, T=9), "9 tokens of 4 heads"),
+        ((9, 0), dict(C=16, T=8, G=5, H=256), "8 tokens of 5 heads"),
     ],
 )
 def test_a_gpu_gets_the_kernels_or_hears_why_not(capability, options, reason, caplog):
