@@ -33,9 +33,9 @@ from jaxtyping import Array, Float
 
 from headrace.pallas_kernels import compat
 from headrace.pallas_kernels.paged_attention.mosaic_gpu_tiles import (
-    LOG2E,
     MASKED,
     NARROW_LAYOUT,
+    base2_scores,
     cleaned,
     earliest_key,
     load_scale,
@@ -309,7 +309,7 @@ def _consume(sizes: _Sizes, refs: dict[str, Any], live: _Live, split: Array) -> 
 
 def _scores(sizes: _Sizes, refs: dict[str, Any], slot: Array) -> Array:
     """[TILE, N] in powers of two: a tile's keys times the queries."""
-    options, shape = sizes.options, (TILE, sizes.N)
+    shape = (TILE, sizes.N)
     plgpu.barrier_wait(refs["k_arrived"].at[slot])
     keys, scale_T = refs["k_ring"].at[slot], None
     if sizes.is_narrow:
@@ -328,10 +328,7 @@ def _scores(sizes: _Sizes, refs: dict[str, Any], slot: Array) -> Array:
         plgpu.barrier_arrive(refs["k_free"].at[slot])
     else:
         x_TN = x_TN * lax.broadcast_in_dim(scale_T, shape, [0])
-    scale = options.scale_of(sizes.H)
-    if options.soft_cap is None:
-        return x_TN * (scale * LOG2E)
-    return jnp.tanh(x_TN * (scale / options.soft_cap)) * (options.soft_cap * LOG2E)
+    return base2_scores(x_TN, sizes.options, sizes.H)
 
 
 def _seen(sizes: _Sizes, refs: dict[str, Any], live: _Live, first_key: Array) -> Array:

@@ -8,12 +8,25 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from headrace.pallas_kernels.paged_attention.options import AttentionOptions
+
 LOG2E = math.log2(math.e)
 # Stands for -inf where a difference of two must not be NaN.
 MASKED = -1e30
 
 # 8-bit numbers in registers, two to a 16-bit place: 32-bit loads.
 NARROW_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
+
+
+def base2_scores(product: Array, options: AttentionOptions, head_dim: int) -> Array:
+    """Scaled and capped scores, for exponentials of base 2."""
+    scale, cap = options.scale_of(head_dim), options.soft_cap
+    if cap is None:
+        return product * (scale * LOG2E)
+    # tanh(x) = 1 - 2 / (exp(2x) + 1): the GPU's own is good to 11 bits, which is 1 % of
+    # a weight at a score of 30.
+    power = jnp.exp2(product * (2 * scale * LOG2E / cap))
+    return (1.0 - 2.0 / (power + 1.0)) * (cap * LOG2E)
 
 
 def widened(ref: Any) -> Array:
