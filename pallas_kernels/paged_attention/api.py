@@ -89,7 +89,7 @@ def paged_attention(
         return _forced(implementation, interpret)(q_BTKGH, **rest)
     choices = {}
     if (capability := gpu_capability()) is not None:
-        reason = tuning.refusal(q_BTKGH, pools, capability)
+        reason = tuning.refusal(q_BTKGH, pools, arrays, capability)
         if reason is None:
             choices["cuda"] = functools.partial(_mosaic_gpu, **rest)
         else:

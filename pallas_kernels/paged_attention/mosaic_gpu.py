@@ -1,4 +1,4 @@
-"""Paged attention by Mosaic kernels: splits of keys, then their merge."""
+"""Paged attention by Mosaic kernels: few query tokens by one, chunks by another."""
 
 from typing import Any
 
@@ -10,6 +10,9 @@ from headrace.pallas_kernels.paged_attention.mosaic_gpu_decode import (
     paged_decode_mosaic,
 )
 from headrace.pallas_kernels.paged_attention.mosaic_gpu_merge import merge_splits
+from headrace.pallas_kernels.paged_attention.mosaic_gpu_prefill import (
+    paged_prefill_mosaic,
+)
 from headrace.pallas_kernels.paged_attention.mosaic_gpu_tiles import earliest_key
 from headrace.pallas_kernels.paged_attention.options import (
     AttentionArrays,
@@ -32,13 +35,15 @@ def paged_attention_mosaic(
     Raises:
       NotImplementedError: not served; see `tuning.refusal`.
     """
-    reason = tuning.refusal(q_BTKGH, pools, tuning.CAPABILITY)
+    reason = tuning.refusal(q_BTKGH, pools, arrays, tuning.CAPABILITY)
     if reason is not None:
         raise NotImplementedError(f"no kernel for {reason}")
     table_BM, P = arrays.page_table_BM, pools[0].shape[1]
     is_held_BM = (table_BM >= 0) & (table_BM < P)
     arrays = arrays._replace(page_table_BM=jnp.where(is_held_BM, table_BM, 0))
-    return _decode(q_BTKGH, pools, layer, arrays, options, interpret=interpret)
+    _, T, _, G, H = q_BTKGH.shape
+    serve = _decode if tuning.is_decode(T, G, H) else paged_prefill_mosaic
+    return serve(q_BTKGH, pools, layer, arrays, options, interpret=interpret)
 
 
 def _decode(

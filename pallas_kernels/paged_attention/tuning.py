@@ -39,6 +39,36 @@ def decode_tuning(head_dim: int, *, is_narrow: bool) -> DecodeTuning:
     return DecodeTuning(stages={64: 4, 128: 3, 256: 2}[head_dim])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillTuning:
+    """Block sizes and registers; the results' last bits depend on them.
+
+    Attributes:
+      keys: per tile of the ring, a multiple of 64.
+      stages: tiles in the ring.
+      columns: of the output that one product adds; fewer take fewer registers.
+      registers: per thread, of the producer and of a consumer.
+      weights_in_registers: softmax weights go from registers into the product with the
+        values, and all columns at once. Not interpretable.
+    """
+
+    keys: int = 64
+    stages: int = 2
+    columns: int = 64
+    registers: tuple[int, int] = (56, 224)
+    weights_in_registers: bool = False
+
+
+def prefill_tuning(head_dim: int, page_size: int) -> PrefillTuning:
+    """Sizes that compile without spills at all page sizes; no GPU has timed them."""
+    del page_size
+    return {
+        64: PrefillTuning(keys=128, stages=3),
+        128: PrefillTuning(keys=128, columns=128),
+        256: PrefillTuning(columns=256, weights_in_registers=True),
+    }[head_dim]
+
+
 def is_decode(num_tokens: int, group: int, head_dim: int) -> bool:
     """Whether the decode kernel serves so many query tokens of so many heads."""
     rows = num_tokens * group
@@ -46,7 +76,7 @@ def is_decode(num_tokens: int, group: int, head_dim: int) -> bool:
 
 
 def refusal(
-    q_BTKGH: Any, pools: tuple[Any, Any], capability: tuple[int, int]
+    q_BTKGH: Any, pools: tuple[Any, Any], arrays: Any, capability: tuple[int, int]
 ) -> str | None:
     """Why the kernels do not serve these arguments of the API, or None."""
     _, T, _, G, H = q_BTKGH.shape
@@ -60,5 +90,8 @@ def refusal(
     if H not in HEAD_DIMS or C not in PAGE_SIZES:
         return f"head_dim {H} (of {HEAD_DIMS}), pages of {C} (of {PAGE_SIZES})"
     if not is_decode(T, G, H):
-        return f"{T} tokens of {G} heads a group: there is no kernel for chunks yet"
+        if arrays.tree_mask_BT is not None:
+            return f"a tree of {T} nodes with {G} heads a group"
+        if pools[0].dtype.itemsize == 1:
+            return f"chunks over {dtype} pools"
     return None

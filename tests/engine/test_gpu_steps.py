@@ -46,6 +46,10 @@ def test_each_layer_of_a_decode_step_calls_the_kernel_and_its_merge(runner):
     assert names == ["paged_decode", "paged_decode_merge"] * 3
 
 
+def test_each_layer_of_a_prefill_step_calls_one_kernel(runner):
+    assert _kernels(runner, ("prefill", (1, 32)), (9, 0)) == ["paged_prefill"] * 3
+
+
 def test_a_gpu_without_the_kernels_takes_plain_xla(runner, caplog):
     api._say_once.cache_clear()
     assert _kernels(runner, ("decode", 8), (10, 0)) == []

@@ -1,7 +1,6 @@
 """What paged attention does besides causal rows: in plain XLA, or refused."""
 
 import dataclasses
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -114,29 +113,39 @@ def _lowered(case, capability):
 
 
 @pytest.mark.parametrize(
+    ("options", "num_kernels"),
+    [
+        (dict(C=16), 2),  # decode and its merge
+        (dict(C=32, T=8, dtype=np.int8, has_tree=True), 2),
+        (dict(C=16, T=9), 1),  # a chunk
+        (dict(C=16, T=8, G=5, H=256), 1),
+    ],
+    ids=str,
+)
+def test_a_hopper_gpu_gets_the_kernels(options, num_kernels, caplog):
+    text = _lowered(make_case([20, 40], **options), (9, 0))
+    assert text.count("custom_call @mosaic_gpu") == num_kernels
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
     ("capability", "options", "reason"),
     [
-        ((9, 0), dict(C=16), None),
-        ((9, 0), dict(C=32, dtype=np.int8), None),
-        ((10, 0), dict(C=16), r"compute capability (10, 0), not (9, 0)"),
-        ((8, 0), dict(C=16), r"compute capability (8, 0), not (9, 0)"),
-        ((9, 0), dict(C=16, H=32), "head_dim 32"),
-        ((9, 0), dict(C=16, T=9), "9 tokens of 4 heads"),
-        ((9, 0), dict(C=16, T=8, G=5, H=256), "8 tokens of 5 heads"),
+        ((10, 0), dict(), "compute capability (10, 0), not (9, 0)"),
+        ((8, 0), dict(), "compute capability (8, 0), not (9, 0)"),
+        ((9, 0), dict(H=32), "head_dim 32"),
+        ((9, 0), dict(T=9, has_tree=True), "a tree of 9 nodes with 4 heads"),
+        ((9, 0), dict(C=32, T=9, dtype=np.int8), "chunks over int8 pools"),
     ],
 )
-def test_a_gpu_gets_the_kernels_or_hears_why_not(capability, options, reason, caplog):
+def test_other_gpus_and_shapes_get_plain_xla_and_hear_why_once(
+    capability, options, reason, caplog
+):
     api._say_once.cache_clear()
     case = make_case([20, 40], **options)
-    with caplog.at_level(logging.WARNING):
-        texts = [_lowered(case, capability) for _ in range(2)]
-    if reason is None:
-        assert texts[0].count("custom_call @mosaic_gpu") == 2  # decode, merge
-        assert not caplog.messages
-    else:
-        assert "mosaic_gpu" not in texts[0]
-        (message,) = caplog.messages
-        assert reason in message
+    assert "mosaic_gpu" not in _lowered(case, capability) + _lowered(case, capability)
+    (message,) = caplog.messages
+    assert reason in message
 
 
 def test_a_forced_kernel_that_does_not_serve_says_why():
