@@ -1,0 +1,230 @@
+"""Compiles an engine's steps for a GPU that is not there; fails on what is amiss.
+
+    python -m headrace.scripts.check_gpu_compile --config=llama3_1_8b \\
+        --gpu_target=h200_sxm --expect_kernel=paged_decode
+
+What it needs is in gpu_compile.py, what it fails on in gpu_rules.py. Prints a table,
+then one JSON line. No GPU runs anything: microseconds are a model, bytes over
+bandwidth.
+"""
+
+import collections
+import dataclasses
+import json
+from typing import Any
+
+from absl import app, flags
+
+from headrace.scripts import engine_flags, gpu_compile, gpu_rules
+from headrace.scripts.gpu_compile import Compiled, PtxasKernel, Target
+from headrace.scripts.gpu_programs import StepSizes, step_programs
+from headrace.scripts.gpu_rules import Fault
+from headrace.scripts.hlo_flow import kernels
+from headrace.scripts.hlo_text import Instruction, Module, parse_module
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_enum(
+    "gpu_target",
+    "h200_sxm",
+    gpu_compile.target_names(),
+    "Name of a file in configs/gpu_targets/. One process compiles for one target.",
+)
+flags.DEFINE_integer("num_layers", 4, "Of the model that is compiled.", lower_bound=1)
+flags.DEFINE_integer("rows", 64, "Requests that decode together.", lower_bound=1)
+flags.DEFINE_integer("context", 1024, "Tokens that each of them holds.", lower_bound=2)
+flags.DEFINE_integer("chunk", 512, "Prompt tokens of a prefill call.", lower_bound=8)
+flags.DEFINE_multi_string(
+    "expect_kernel", [], "Fails if no program calls it in each layer. May be repeated."
+)
+
+
+class Gate:
+    """What has been compiled so far, and what is wrong with it.
+
+    Args:
+      target: the GPU.
+      sizes: of the step.
+    """
+
+    def __init__(self, target: Target, sizes: StepSizes) -> None:
+        self.target, self.sizes = target, sizes
+        self.programs: dict[str, dict[str, Any]] = {}
+        self.ptxas: list[PtxasKernel] = []
+        self.faults: list[tuple[str, Fault]] = []
+        self._calls: dict[str, list[Instruction]] = collections.defaultdict(list)
+
+    def add(self, name: str, kind: str, program: Any) -> None:
+        """Compiles a program and notes its facts and faults."""
+        try:
+            compiled = gpu_compile.compile_for_gpu(
+                program.function,
+                program.args,
+                target=self.target,
+                donated=program.donated,
+            )
+        except gpu_compile.CompileError as error:
+            reason = " ".join(str(error).split())[:300]
+            self.faults.append((name, Fault("compiler's error", reason, "none")))
+            return
+        module = parse_module(compiled.text)
+        seen = gpu_compile.ptxas_kernels(compiled.log)
+        calls = gpu_rules.mosaic_kernels(module)
+        self.ptxas += seen
+        for kernel, instructions in calls.items():
+            self._calls[kernel] += instructions
+        facts = self._facts(compiled, module, kind)
+        facts["mosaic"] = {kernel: len(calls[kernel]) for kernel in calls}
+        self.programs[name] = facts
+        faults = [
+            *gpu_rules.spills(seen),
+            *gpu_rules.serialized(compiled.log),
+            *gpu_rules.open_loops(module),
+            *gpu_rules.wide_sorts(module),
+            *gpu_rules.large_temporary(
+                compiled.temp_bytes, self.sizes.temporary_limits(kind)
+            ),
+        ]
+        if kind != "sample":
+            faults += self._of_forward(compiled, module, kind, program.args)
+        self.faults += [(name, fault) for fault in faults]
+
+    def _of_forward(
+        self, compiled: Compiled, module: Module, kind: str, args: tuple[Any, ...]
+    ) -> list[Fault]:
+        import jax
+
+        sizes = self.sizes
+        weights, pools, logits = map(jax.tree.leaves, args[:3])
+        donated_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in pools + logits)
+        numbers = {"params": len(weights), "kv_cache": len(pools)}
+        faults = [
+            *gpu_rules.small_alias(compiled.alias_bytes, donated_bytes),
+            *gpu_rules.lost_arguments(module, numbers),
+            *gpu_rules.weight_copies(module),
+            *gpu_rules.kv_copies(module, sizes.live_elements(kind)),
+        ]
+        if kind == "decode":
+            per_layer = gpu_rules.kernels_per_layer(module, sizes.model.num_layers)
+            faults += gpu_rules.many_kernels(per_layer)
+        return faults
+
+    def _facts(self, compiled: Compiled, module: Module, kind: str) -> dict[str, Any]:
+        kv_bytes, per_layer = self.sizes.kv_bytes(kind), None
+        if kind != "sample":
+            num_layers = self.sizes.model.num_layers
+            per_layer = gpu_rules.kernels_per_layer(module, num_layers)
+        read = "logits_BQV" if kind == "sample" else "params"
+        read_bytes = gpu_rules.bytes_read(module, read)
+        floor_bytes = self.sizes.floor_bytes(kind)
+        microseconds = 1e6 / self.target.bytes_per_s
+        others = collections.Counter(
+            i.target
+            for i in module.instructions
+            if i.target and not i.target.startswith("mosaic_gpu")
+        )
+        return {
+            "seconds": round(compiled.seconds, 2),
+            "argument_bytes": compiled.argument_bytes,
+            "temp_bytes": compiled.temp_bytes,
+            "alias_bytes": compiled.alias_bytes,
+            "kernels": sum(times for _, times in kernels(module)),
+            "kernels_per_layer": per_layer,
+            "host_waits": gpu_rules.host_waits(module),
+            "custom_calls": dict(others),
+            "read": read,
+            "read_bytes": read_bytes,
+            "floor_bytes": floor_bytes,
+            "computed_kv_bytes": kv_bytes,
+            "model_us": round((read_bytes + kv_bytes) * microseconds, 1),
+            "model_floor_us": round((floor_bytes + kv_bytes) * microseconds, 1),
+        }
+
+    def finish(self, expected: list[str]) -> None:
+        """Notes the faults that only all programs together show."""
+        counts = [facts["mosaic"] for facts in self.programs.values()]
+        num_layers = self.sizes.model.num_layers
+        faults = [
+            *gpu_rules.without_registers(self._calls, self.ptxas),
+            *gpu_rules.missing_kernels(counts, expected, num_layers),
+        ]
+        self.faults += [("all programs", fault) for fault in faults]
+
+    def table(self) -> str:
+        """Facts for people."""
+        lines = [
+            f"{'program':<20}{'s':>6}{'args':>9}{'temp':>8}{'alias':>8}{'kernels':>8}"
+            f"{'a layer':>8}{'read':>9}{'floor':>9}{'KV':>8}{'model us':>9}{'floor':>8}"
+        ]
+        for name, facts in self.programs.items():
+            mega = {k: v / 1e6 for k, v in facts.items() if k.endswith("_bytes")}
+            lines.append(
+                f"{name:<20}{facts['seconds']:>6.1f}{mega['argument_bytes']:>9.1f}"
+                f"{mega['temp_bytes']:>8.1f}{mega['alias_bytes']:>8.1f}"
+                f"{facts['kernels']:>8}{facts['kernels_per_layer'] or '-':>8}"
+                f"{mega['read_bytes']:>9.1f}{mega['floor_bytes']:>9.1f}"
+                f"{mega['computed_kv_bytes']:>8.1f}{facts['model_us']:>9.1f}"
+                f"{facts['model_floor_us']:>8.1f}"
+            )
+        for name, facts in self.programs.items():
+            for kernel, count in facts["mosaic"].items():
+                lines.append(f"{name}: {count} calls of {kernel}")
+            if facts["host_waits"]:
+                waits = f"the host waits at {facts['host_waits']} conditionals"
+                lines.append(f"note {name}: {waits}")
+        for seen in dict.fromkeys(self.ptxas):
+            lines.append(
+                f"{seen.name}: {seen.registers} registers, {seen.spill_bytes} bytes "
+                f"spilled, {seen.stack_bytes} of stack"
+            )
+        return "\n".join(lines)
+
+
+def run() -> int:
+    """Returns the exit code."""
+    model, engine = engine_flags.engine_settings()
+    if model is None or FLAGS.model is not None or FLAGS.num_slots is not None:
+        raise ValueError("the gate takes --config, --rows; not --model, --num_slots")
+    model = dataclasses.replace(model, num_layers=FLAGS.num_layers)
+    sizes = StepSizes(
+        model=model, rows=FLAGS.rows, context=FLAGS.context, chunk=FLAGS.chunk
+    )
+    gpu_compile.set_environment()
+    import jax
+
+    from headrace.engine.programs import program_name
+
+    target = gpu_compile.read_target(FLAGS.gpu_target)
+    gate = Gate(target, sizes)
+    print(
+        f"{target.name}, jax {jax.__version__}, {FLAGS.config} with {model.num_layers} "
+        f"layers, {sizes.rows} rows of {sizes.context} tokens, chunk of {sizes.chunk}\n"
+        "MB. read: of weights (sample: logits), counted in the program; KV: computed, "
+        f"live tokens; us: a model, bytes over {target.bytes_per_s / 1e12:.2f} TB/s\n"
+    )
+    for key, program in step_programs(sizes, engine).items():
+        gate.add(program_name(key), key[0], program)
+    gate.finish(FLAGS.expect_kernel)
+    print(gate.table())
+    print("".join(f"{fault.line(name)}\n" for name, fault in gate.faults), end="")
+    facts = {
+        "target": target.name,
+        "jax": jax.__version__,
+        "config": FLAGS.config,
+        **{k: v for k, v in dataclasses.asdict(sizes).items() if k != "model"},
+        "num_layers": model.num_layers,
+        "programs": gate.programs,
+        "ptxas": [dataclasses.asdict(kernel) for kernel in gate.ptxas],
+        "faults": [[name, *fault] for name, fault in gate.faults],
+    }
+    print(json.dumps(facts))
+    return 1 if gate.faults else 0
+
+
+def main(_: list[str]) -> int:
+    """Returns the exit code."""
+    return engine_flags.exit_code(run)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,148 @@
+"""The programs of one engine step, from shapes alone, and what they must move.
+
+No array is made. jax is imported on first use.
+"""
+
+import dataclasses
+from typing import Any
+
+from headrace.configs.schema import EngineConfig, ModelConfig
+
+_DTYPE, _DTYPE_BYTES = "bfloat16", 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSizes:
+    """A step to compile.
+
+    Attributes:
+      model: its shapes.
+      rows: of the decode batch.
+      context: tokens that each of them holds; also the context of the prompt.
+      chunk: prompt tokens of a prefill call.
+    """
+
+    model: ModelConfig
+    rows: int
+    context: int
+    chunk: int
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of all rows, in float32."""
+        return self.rows * self.model.vocab_size * 4
+
+    @property
+    def layer_bytes(self) -> int:
+        """Weights of a layer."""
+        from headrace.engine.sizing import num_params
+
+        without = dataclasses.replace(self.model, num_layers=1)
+        tables = 1 if self.model.tie_embeddings else 2
+        width = self.model.model_dim
+        rest = tables * self.model.vocab_size * width + width
+        return (num_params(without) - rest) * _DTYPE_BYTES
+
+    def live_tokens(self, kind: str) -> int:
+        """Tokens whose keys and values a program reads in each layer."""
+        return {"decode": self.rows * self.context, "prefill": self.context}.get(
+            kind, 0
+        )
+
+    def live_elements(self, kind: str) -> int:
+        """Numbers in the live keys, or values, of one layer."""
+        return self.live_tokens(kind) * self.model.num_kv_heads * self.model.head_dim
+
+    def kv_bytes(self, kind: str) -> int:
+        """Live tokens times bytes per token."""
+        from headrace.engine.sizing import page_bytes
+
+        return self.live_tokens(kind) * page_bytes(self.model, 1, _DTYPE)
+
+    def floor_bytes(self, kind: str) -> int:
+        """Least that a program reads of weights: each once, of a table the rows needed.
+
+        Of a sample program it is the logits.
+        """
+        from headrace.engine.sizing import num_params
+
+        if kind == "sample":
+            return self.logits_bytes
+        width, tokens = self.model.model_dim, self.chunk
+        if kind == "decode":
+            tokens = self.rows
+        unread = 0 if self.model.tie_embeddings else self.model.vocab_size * width
+        return (num_params(self.model) - unread + tokens * width) * _DTYPE_BYTES
+
+    def temporary_limits(self, kind: str) -> dict[str, int]:
+        """Names and sizes of what a program must not hold besides its arguments."""
+        if kind == "sample":
+            return {"five arrays of logits": 5 * self.logits_bytes}
+        limits = {"the weights of a layer": self.layer_bytes}
+        if kind == "decode":
+            gathered = 2 * self.live_elements(kind) * _DTYPE_BYTES
+            limits["the gathered cache of a layer"] = gathered
+        return limits
+
+
+def step_programs(sizes: StepSizes, config: EngineConfig) -> dict[tuple, Any]:
+    """Decode, prefill and the sample programs: key -> `engine.programs.Program`.
+
+    Args:
+      sizes: of the step.
+      config: an engine whose buckets and pool are made to fit `sizes`.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from headrace.engine import programs
+    from headrace.engine.processors import empty_extras
+    from headrace.engine.sampling_params import num_top
+    from headrace.engine.slots import empty_slots
+    from headrace.layers import kv_cache as kv
+    from headrace.layers.models import build_model, param_shapes
+
+    config = fitted(sizes, config)
+    model, rows, vocab_size = sizes.model, sizes.rows, sizes.model.vocab_size
+    assert config.num_pages is not None
+    layout = programs.layout_of(config)
+    pool = {"num_pages": config.num_pages, "page_size": config.page_size}
+    operands = programs.Operands(
+        params=jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(_DTYPE)),
+            param_shapes(model),
+            is_leaf=lambda node: isinstance(node, tuple),
+        ),
+        kv_cache=kv.cache_shapes(model, **pool, dtype=_DTYPE),
+        logits_BQV=jax.ShapeDtypeStruct((rows, 1, vocab_size), jnp.float32),
+        slots=jax.eval_shape(lambda: empty_slots(layout)),
+        extras=jax.eval_shape(
+            lambda: empty_extras(rows, vocab_size, config.max_bad_words)
+        ),
+    )
+    options = {
+        "model": build_model(model, _DTYPE),
+        "layout": layout,
+        "num_top": num_top(config.max_logprobs),
+    }
+    keys = [
+        ("decode", rows),
+        ("prefill", (1, sizes.chunk)),
+        *(("sample", variant, rows) for variant in programs.VARIANTS),
+    ]
+    return {key: programs.describe(key, operands, **options) for key in keys}
+
+
+def fitted(sizes: StepSizes, config: EngineConfig) -> EngineConfig:
+    """The config with buckets, page tables and a pool for just this step."""
+    pages = sizes.rows * -(-sizes.context // config.page_size) + 1
+    return dataclasses.replace(
+        config,
+        num_slots=sizes.rows,
+        decode_batch_sizes=(sizes.rows,),
+        prefill_shapes=((1, sizes.chunk),),
+        max_context_len=config.max_context_len or sizes.context,
+        num_pages=pages,
+        param_dtype=_DTYPE,
+        kv_dtype=_DTYPE,
+    )

@@ -1,0 +1,243 @@
+"""What must not be in a compiled step: each rule is a function of text and numbers.
+
+A rule returns its faults, none where all is well. No jax, no compiler.
+"""
+
+import collections
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from headrace.scripts.gpu_compile import PtxasKernel
+from headrace.scripts.hlo_flow import kernels, uses
+from headrace.scripts.hlo_text import Instruction, Module
+
+MAX_KERNELS_PER_LAYER = 14
+
+# A sort as wide as this is one of the vocabulary.
+_WIDE = 1024
+_SORTING_TARGET = re.compile(r"[Ss]ort|[Tt]op_?[Kk]")
+_LAYER = re.compile(r"\blayer_(\d+)\b")
+_SLOW = re.compile(r"Potential Performance Loss: (.*)")
+
+
+class Fault(NamedTuple):
+    """Something that must not be: what, how much of it, and how much may be."""
+
+    what: str
+    value: float | str
+    limit: float | str = 0
+
+    def line(self, program: str) -> str:
+        """For people."""
+        return f"FAIL {program}: {self.what}: {self.value}, limit {self.limit}"
+
+
+def spills(kernels_seen: Iterable[PtxasKernel]) -> list[Fault]:
+    """No kernel keeps registers in memory."""
+    return [
+        Fault(f"bytes that {kernel.name} spills", kernel.spill_bytes)
+        for kernel in kernels_seen
+        if kernel.spill_bytes
+    ]
+
+
+def serialized(log: str) -> list[Fault]:
+    """Ptxas must not put waits between wgmma instructions."""
+    return [
+        Fault("ptxas: potential performance loss", said) for said in _SLOW.findall(log)
+    ]
+
+
+def mosaic_kernels(module: Module) -> dict[str, list[Instruction]]:
+    """The calls of Mosaic kernels, by the kernel's name."""
+    calls: dict[str, list[Instruction]] = {}
+    for instruction in module.instructions:
+        if instruction.target.startswith("mosaic_gpu"):
+            scopes = instruction.op_name.split("/")
+            calls.setdefault(scopes[max(0, len(scopes) - 2)], []).append(instruction)
+    return calls
+
+
+def without_registers(
+    calls: Mapping[str, Sequence[Instruction]], kernels_seen: Iterable[PtxasKernel]
+) -> list[Fault]:
+    """Ptxas has printed a register line for each kernel; else nobody saw its spills.
+
+    Args:
+      calls: see `mosaic_kernels`, of every program that the process has compiled.
+      kernels_seen: what ptxas printed in all that time.
+    """
+    lines = collections.Counter(kernel.name for kernel in kernels_seen)
+    wanted = {name: len({i.kernel_hash for i in calls[name]}) for name in calls}
+    return [
+        Fault(f"register lines of {name}", lines[name], f"at least {count}")
+        for name, count in wanted.items()
+        if lines[name] < count
+    ]
+
+
+def missing_kernels(
+    counts: Iterable[Mapping[str, int]], expected: Iterable[str], num_layers: int
+) -> list[Fault]:
+    """One of the programs calls the kernel in each layer: no fallback in silence.
+
+    Args:
+      counts: of each program, kernel name -> calls.
+      expected: kernel names.
+      num_layers: of the model.
+    """
+    counts = list(counts)
+    most = {name: max((c.get(name, 0) for c in counts), default=0) for name in expected}
+    return [
+        Fault(f"calls of {name}", most[name], f"at least {num_layers}")
+        for name in most
+        if most[name] < num_layers
+    ]
+
+
+def large_temporary(temp_bytes: int, limits: Mapping[str, int]) -> list[Fault]:
+    """The temporary memory is smaller than any of the things named in `limits`."""
+    return [
+        Fault(f"temporary bytes, as large as {what}", temp_bytes, limit)
+        for what, limit in limits.items()
+        if temp_bytes >= limit
+    ]
+
+
+def small_alias(alias_bytes: int, donated_bytes: int) -> list[Fault]:
+    """KV pool and logits are changed in place."""
+    if alias_bytes >= donated_bytes:
+        return []
+    what = "bytes of KV pool and logits that results reuse"
+    return [Fault(what, alias_bytes, f"at least {donated_bytes}")]
+
+
+def program_arguments(module: Module, name: str) -> list[Instruction]:
+    """The arrays of one argument of the program, such as "params"."""
+    parameters = module.entry.parameters.values()
+    return [p for p in parameters if re.match(rf"{name}\b", p.op_name)]
+
+
+def bytes_read(module: Module, argument: str) -> int:
+    """Bytes of an argument, "params" say, that a run reads.
+
+    An array counts once per reader; its copies are read and written, too.
+    """
+    return sum(
+        use.total_bytes
+        for array in program_arguments(module, argument)
+        for use in uses(module, array, _copy_elements(array))
+    )
+
+
+def _copy_elements(array: Instruction) -> float:
+    # A quarter of a weight in memory is as bad: half of a packed one, say. Scales of
+    # norms are small, and multiply something larger.
+    leaf = array.leaves[0]
+    return leaf.num_elements / 4 if len(leaf.dims) > 1 else math.inf
+
+
+def weight_copies(module: Module) -> list[Fault]:
+    """No weight lies in memory a second time: not copied, not dequantized."""
+    faults = []
+    for weight in program_arguments(module, "params"):
+        for use in uses(module, weight, _copy_elements(weight)):
+            for copy in use.copies:
+                is_same = copy.dtype == weight.leaves[0].dtype
+                kind = "copied" if is_same else f"in memory as {copy.dtype}"
+                what = f"bytes of {weight.op_name} {kind} by {use.instruction.name}"
+                faults.append(Fault(what, copy.num_bytes))
+    return list(dict.fromkeys(faults))
+
+
+def lost_arguments(module: Module, numbers: Mapping[str, int]) -> list[Fault]:
+    """All arrays of these arguments are in the program, or nothing is known of copies.
+
+    Args:
+      module: the program.
+      numbers: argument -> its arrays.
+    """
+    found = {name: len(program_arguments(module, name)) for name in numbers}
+    return [
+        Fault(f"arrays of {name} in the program", found[name], f"exactly {number}")
+        for name, number in numbers.items()
+        if found[name] != number
+    ]
+
+
+def kv_copies(module: Module, live_elements: int) -> list[Fault]:
+    """Neither a pool nor all live pages of a layer are gathered or copied.
+
+    Args:
+      module: the program.
+      live_elements: numbers in the live keys of one layer.
+    """
+    faults = []
+    for pool in program_arguments(module, "kv_cache"):
+        for use in uses(module, pool, live_elements):
+            for copy in use.copies:
+                what = f"bytes of {pool.op_name} copied by {use.instruction.name}"
+                faults.append(Fault(what, copy.num_bytes))
+    return list(dict.fromkeys(faults))
+
+
+def open_loops(module: Module) -> list[Fault]:
+    """Every loop has a known number of turns: else the host waits in each of them."""
+    loops = [i for i in module.instructions if i.opcode == "while"]
+    names = [i.name for i in loops if i.num_trips is None]
+    what = f"loops whose length only the data tell: {', '.join(names[:4])}"
+    return [Fault(what, len(names))] if names else []
+
+
+def wide_sorts(module: Module) -> list[Fault]:
+    """Nothing sorts something as wide as a vocabulary."""
+    faults = []
+    for i in module.instructions:
+        sizes = [size for leaf in i.leaves for size in leaf.dims]
+        is_wide = i.opcode == "sort" and max(sizes, default=0) >= _WIDE
+        if is_wide or _SORTING_TARGET.search(i.target):
+            faults.append(Fault(f"sorts of the vocabulary: {i.name}", 1))
+    return faults
+
+
+def kernels_per_layer(module: Module, num_layers: int) -> int:
+    """Kernels that a run starts in each layer.
+
+    What the first layer does for all of them does not count, nor do a few kernels of
+    which XLA does not say where they come from; one per layer of these does.
+    """
+    of_layer: collections.Counter[int] = collections.Counter()
+    num_nameless = 0
+    for instruction, times in kernels(module):
+        if found := _LAYER.search(instruction.op_name):
+            of_layer[int(found[1])] += times
+        num_nameless += 0 if instruction.op_name else times
+    layers = range(1 if num_layers > 1 else 0, num_layers)
+    return max(of_layer[layer] for layer in layers) + num_nameless // num_layers
+
+
+def many_kernels(per_layer: int) -> list[Fault]:
+    """A layer of a decode step is few kernels, since each start takes time."""
+    if per_layer <= MAX_KERNELS_PER_LAYER:
+        return []
+    return [Fault("kernels per layer", per_layer, MAX_KERNELS_PER_LAYER)]
+
+
+def host_waits(module: Module) -> int:
+    """Conditionals around a loop, which no command buffer takes: the host reads each.
+
+    Not a fault: a fact to know.
+    """
+
+    def has_loop(name: str) -> bool:
+        inside = module.computations[name].instructions.values()
+        return any(
+            i.opcode == "while" or any(map(has_loop, i.branches)) for i in inside
+        )
+
+    return sum(
+        i.opcode == "conditional" and any(map(has_loop, i.branches))
+        for i in module.instructions
+    )

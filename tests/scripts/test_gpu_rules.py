@@ -1,0 +1,270 @@
+"""Each rule of the compile gate sees what was planted for it, and nothing else."""
+
+import pytest
+
+from headrace.scripts import gpu_compile, gpu_rules
+from headrace.scripts.hlo_flow import kernels, uses
+from headrace.scripts.hlo_text import parse_instruction, parse_module
+
+# A decode step of two layers as XLA writes it, shortened: D 8, F 16, 4 rows, 100 ids.
+STEP = """\
+HloModule jit_decode, is_scheduled=true
+
+%dots (p: bf16[4,8], q: bf16[32,8]) -> bf16[4,32] {
+  %p = bf16[4,8]{1,0} parameter(0)
+  %q = bf16[32,8]{1,0} parameter(1)
+  ROOT %d = bf16[4,32]{1,0} dot(%p, %q), lhs_contracting_dims={1}
+}
+
+%rows (t: bf16[100,8], i: s32[4]) -> bf16[4,8] {
+  %t = bf16[100,8]{1,0} parameter(0)
+  %i = s32[4]{0} parameter(1)
+  ROOT %g = bf16[4,8]{1,0} gather(%t, %i), slice_sizes={1,8}
+}
+
+%writes (k: bf16[2,5,2,16,4], u: bf16[4,32]) -> bf16[2,5,2,16,4] {
+  %k = bf16[2,5,2,16,4]{4,3,2,1,0} parameter(0)
+  %u = bf16[4,32]{1,0} parameter(1)
+  %b = bf16[4,2,4]{2,1,0} bitcast(%u)
+  ROOT %s = bf16[2,5,2,16,4]{4,3,2,1,0} scatter(%k, %b, %b), to_apply=%add
+}
+
+%cond (c: (s32[], bf16[32,8])) -> pred[] {
+  %c = (s32[], bf16[32,8]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%c), index=0
+  ROOT %less = pred[] compare(%n, %n), direction=LT
+}
+
+%body (c: (s32[], bf16[32,8])) -> (s32[], bf16[32,8]) {
+  %c = (s32[], bf16[32,8]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%c), index=0
+  %w = bf16[32,8]{1,0} get-tuple-element(%c), index=1
+  %sum = f32[8]{0} reduce(%w, %n), dimensions={0}, to_apply=%add
+  ROOT %again = (s32[], bf16[32,8]{1,0}) tuple(%n, %w)
+}
+
+ENTRY %main (a: bf16[100,8], b: bf16[32,8]) -> (bf16[4,32], bf16[2,5,2,16,4]) {
+  %table = bf16[100,8]{1,0} parameter(0), metadata={op_name="params['embedding']"}
+  %w0 = bf16[2,16,8]{2,1,0} parameter(1), metadata={op_name="params['layer_0']['w']"}
+  %pool = bf16[2,5,2,16,4]{4,3,2,1,0} parameter(2), metadata={op_name="kv_cache[0][0]"}
+  %ids = s32[4]{0} parameter(3), metadata={op_name="packed"}
+  %x = bf16[4,8]{1,0} fusion(%table, %ids), kind=kLoop, calls=%rows, metadata={op_name="jit(f)/gather"}
+  %flat = bf16[32,8]{1,0} bitcast(%w0)
+  %y0 = bf16[4,32]{1,0} fusion(%x, %flat), kind=kCustom, calls=%dots, metadata={op_name="jit(f)/layer_0/dot"}
+  %pool1 = bf16[2,5,2,16,4]{4,3,2,1,0} fusion(%pool, %y0), kind=kInput, calls=%writes, metadata={op_name="jit(f)/layer_1/scatter"}
+  %o = (bf16[4,32]{1,0}, /*index=1*/bf16[2,5,2,16,4]{4,3,2,1,0}) custom-call(%y0, %pool1), custom_call_target="mosaic_gpu_v2", output_to_operand_aliasing={{1}: (1, {})}, metadata={op_name="jit(f)/layer_1/paged_decode/mpmd_map"}, backend_config={kernel_hash = "\\\\A1\\\\22", module = "calls=%none ("}
+  %out = bf16[4,32]{1,0} get-tuple-element(%o), index=0
+PLANTED
+  %pool2 = bf16[2,5,2,16,4]{4,3,2,1,0} get-tuple-element(%o), index=1
+  ROOT %end = (bf16[4,32]{1,0}, bf16[2,5,2,16,4]{4,3,2,1,0}) tuple(%out, %pool2)
+}
+"""  # noqa: E501
+W0_BYTES, LIVE_ELEMENTS, LAYER = 2 * 16 * 8 * 2, 2 * 64 * 4, "metadata={op_name="
+
+LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'paged_decode_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for paged_decode_mosaic_gpu_kernel
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 96 registers, used 2 barriers
+ptxas info    : Compiling entry function 'broken_mosaic_gpu_kernel' for 'sm_90a'
+"""
+
+
+def module(*planted):
+    """The step with further lines in its entry computation."""
+    return parse_module(STEP.replace("PLANTED", "\n".join(f"  {p}" for p in planted)))
+
+
+def whats(faults):
+    return [fault.what for fault in faults]
+
+
+def test_a_sound_step_has_no_fault():
+    step = module()
+    assert gpu_rules.weight_copies(step) == []
+    assert gpu_rules.kv_copies(step, LIVE_ELEMENTS) == []
+    assert gpu_rules.open_loops(step) == gpu_rules.wide_sorts(step) == []
+    assert gpu_rules.lost_arguments(step, {"params": 2, "kv_cache": 1}) == []
+    assert gpu_rules.host_waits(step) == 0
+
+
+def test_weights_count_once_per_reader_and_tables_by_the_rows_taken():
+    assert gpu_rules.bytes_read(module(), "params") == W0_BYTES + 4 * 8 * 2
+    again = "%y1 = bf16[4,32]{1,0} fusion(%x, %flat), kind=kCustom, calls=%dots"
+    assert gpu_rules.bytes_read(module(again), "params") == 2 * W0_BYTES + 64
+    copied = "%c0 = bf16[32,8]{0,1} copy(%flat)"
+    read = "%y1 = bf16[4,32]{1,0} fusion(%x, %c0), kind=kCustom, calls=%dots"
+    assert gpu_rules.bytes_read(module(copied, read), "params") == 4 * W0_BYTES + 64
+
+
+def test_a_weight_that_a_loop_carries_counts_once_per_turn():
+    trips = 'backend_config={"known_trip_count":{"n":"3"}}'
+    loop = (
+        "%zero = s32[] constant(0)",
+        "%t = (s32[], bf16[32,8]{1,0}) tuple(%zero, %flat)",
+        "%loop = (s32[], bf16[32,8]{1,0}) while(%t), condition=%cond, body=%body, "
+        + trips,
+        "%after = bf16[32,8]{1,0} get-tuple-element(%loop), index=1",
+        "%last = f32[8]{0} reduce(%after, %zero), dimensions={0}, to_apply=%add",
+    )
+    assert gpu_rules.bytes_read(module(*loop), "params") == 5 * W0_BYTES + 64
+    names = [(i.name, n) for i, n in kernels(module(*loop)) if n > 1]
+    assert names == [("less", 3), ("sum", 3)]
+
+
+@pytest.mark.parametrize(
+    "line, what",
+    [
+        ("%z = bf16[32,8]{0,1} copy(%flat)", "copied by z"),
+        ("%z = bf16[8,32]{1,0} transpose(%flat), dimensions={1,0}", "copied by z"),
+        ("%z = f32[32,8]{1,0} convert(%flat)", "in memory as f32 by z"),
+        # A dequantized weight: as many numbers, of another type, with its scales.
+        ("%z = f32[2,16,8]{2,1,0} multiply(%w0, %x)", "in memory as f32 by z"),
+        # Half of a packed weight.
+        ("%z = bf16[16,8]{1,0} slice(%flat), slice={[0:16], [0:8]}", "copied by z"),
+    ],
+)
+def test_a_weight_that_lies_in_memory_twice_is_found(line, what):
+    faults = gpu_rules.weight_copies(module(line))
+    assert whats(faults) == [f"bytes of params['layer_0']['w'] {what}"]
+
+
+def test_what_a_kernel_makes_of_a_weight_is_no_copy_however_large():
+    line = '%z = bf16[64,32]{1,0} custom-call(%x, %flat), custom_call_target="gemm"'
+    assert gpu_rules.weight_copies(module(line)) == []
+
+
+def test_a_copy_of_a_copied_weight_is_found_too():
+    lines = "%z = bf16[32,8]{0,1} copy(%flat)", "%zz = f32[32,8]{0,1} convert(%z)"
+    assert len(gpu_rules.weight_copies(module(*lines))) == 2
+
+
+def test_pools_that_are_copied_or_gathered_whole_are_found_after_writes_in_place():
+    lines = (
+        "%z = bf16[2,5,2,16,4]{4,3,2,1,0} copy(%pool1)",
+        "%live = bf16[4,16,2,4,4]{4,3,2,1,0} gather(%pool2, %ids), slice_sizes={1,1}",
+        "%block = bf16[4,2,2,4,4]{4,3,2,1,0} gather(%pool2, %ids), slice_sizes={1,1}",
+    )
+    faults = gpu_rules.kv_copies(module(*lines), LIVE_ELEMENTS)
+    assert sorted(whats(faults)) == [
+        "bytes of kv_cache[0][0] copied by live",
+        "bytes of kv_cache[0][0] copied by z",
+    ]
+
+
+def test_arguments_that_the_program_has_lost_are_told():
+    faults = gpu_rules.lost_arguments(module(), {"params": 3, "kv_cache": 1})
+    assert faults == [("arrays of params in the program", 2, "exactly 3")]
+
+
+def test_loops_without_a_known_number_of_turns_are_found():
+    line = "%loop = (s32[]) while(%t), condition=%cond, body=%body"
+    counted = line + ', backend_config={"known_trip_count":{"n":"16"}}'
+    assert gpu_rules.open_loops(module(counted)) == []
+    (fault,) = gpu_rules.open_loops(module(line, line.replace("%loop", "%other")))
+    assert fault == ("loops whose length only the data tell: loop, other", 2, 0)
+
+
+def test_sorts_of_the_vocabulary_are_found_and_small_ones_allowed():
+    sort = "%z = (f32[32,128256]{1,0}, s32[32,128256]{1,0}) sort(%p, %i)"
+    top_k = '%z = (f32[32,5]) custom-call(%z), custom_call_target="__gpu$TopK"'
+    narrow = "%z = s32[32,64]{1,0} sort(%p), dimensions={1}"
+    assert len(gpu_rules.wide_sorts(module(sort))) == 1
+    assert len(gpu_rules.wide_sorts(module(top_k))) == 1
+    assert gpu_rules.wide_sorts(module(narrow)) == []
+
+
+def test_kernels_per_layer_leave_out_what_the_first_layer_does_for_all():
+    first = [
+        f'%z{n} = f32[4]{{0}} sine(%x), {LAYER}"f/layer_0/sin"}}' for n in range(4)
+    ]
+    assert gpu_rules.kernels_per_layer(module(*first), 2) == 2
+    assert gpu_rules.kernels_per_layer(module(*first), 1) == 5
+    nameless = "%z0 = f32[4]{0} copy(%x)", "%z1 = f32[4]{0} copy(%x)"
+    assert gpu_rules.kernels_per_layer(module(nameless[0]), 2) == 2
+    assert gpu_rules.kernels_per_layer(module(*nameless), 2) == 3
+    assert gpu_rules.many_kernels(14) == []
+    assert gpu_rules.many_kernels(15) == [("kernels per layer", 15, 14)]
+
+
+def test_conditionals_around_loops_are_counted_and_others_not():
+    loop = "%loop = (s32[]) while(%t), condition=%cond, body=%body"
+    head = "%inner (p: s32[]) -> s32[] {\n  %p = s32[] parameter(0)\n"
+    inner = f"{head}  {loop}\n  ROOT %q = s32[] copy(%p)\n}}\n\nENTRY"
+    call = "%z = s32[] conditional(%ids, %ids), branch_computations={BRANCH}"
+    text = STEP.replace("ENTRY", inner, 1).replace("PLANTED", f"  {call}")
+    for branch, count in (("%inner", 1), ("%dots", 0)):
+        step = parse_module(text.replace("BRANCH", branch))
+        assert gpu_rules.host_waits(step) == count
+
+
+def test_spills_are_read_from_what_ptxas_prints():
+    seen = gpu_compile.ptxas_kernels(LOG)
+    assert seen == [gpu_compile.PtxasKernel("paged_decode", 96, 20, 16)]
+    assert gpu_rules.spills(seen) == [("bytes that paged_decode spills", 20, 0)]
+    clean = LOG.replace("8 bytes spill", "0 bytes spill").replace("12 bytes", "0 bytes")
+    assert gpu_rules.spills(gpu_compile.ptxas_kernels(clean)) == []
+
+
+def test_waits_that_ptxas_puts_between_wgmma_are_found():
+    said = "ptxas info : (C7510) Potential Performance Loss: wgmma serialized\n"
+    assert len(gpu_rules.serialized(LOG + said)) == 1
+    assert gpu_rules.serialized(LOG) == []
+
+
+def test_a_kernel_without_a_register_line_is_found_by_its_name_and_hash():
+    calls, seen = gpu_rules.mosaic_kernels(module()), gpu_compile.ptxas_kernels(LOG)
+    assert {name: len(c) for name, c in calls.items()} == {"paged_decode": 1}
+    assert gpu_rules.without_registers(calls, seen) == []
+    assert gpu_rules.without_registers({"broken": calls["paged_decode"]}, seen)
+    # Of two kernels with one name ptxas must have seen both.
+    other = parse_module(STEP.replace("\\A1", "\\A2").replace("PLANTED", ""))
+    both = calls["paged_decode"] + gpu_rules.mosaic_kernels(other)["paged_decode"]
+    faults = gpu_rules.without_registers({"paged_decode": both}, seen)
+    assert faults == [("register lines of paged_decode", 1, "at least 2")]
+
+
+def test_an_expected_kernel_must_be_called_in_every_layer_of_one_program():
+    counts = [{"paged_decode": 4}, {"paged_prefill": 3}]
+    assert gpu_rules.missing_kernels(counts, ["paged_decode"], 4) == []
+    faults = gpu_rules.missing_kernels(counts, ["paged_prefill", "other"], 4)
+    assert [fault.value for fault in faults] == [3, 0]
+
+
+def test_temporary_memory_and_reused_bytes_have_limits():
+    limits = {"a layer": 100, "the gathered cache": 50}
+    assert gpu_rules.large_temporary(49, limits) == []
+    assert len(gpu_rules.large_temporary(50, limits)) == 1
+    assert len(gpu_rules.large_temporary(100, limits)) == 2
+    assert gpu_rules.small_alias(100, 100) == []
+    assert len(gpu_rules.small_alias(99, 100)) == 1
+
+
+def test_shapes_have_their_size_in_memory():
+    step = module("%z = (s4[3,4]{1,0:E(4)}, pred[5]{0}, f8e4m3fn[6]{0}, f32[]) tuple()")
+    sizes = [leaf.num_bytes for leaf in step.entry.instructions["z"].leaves]
+    assert sizes == [6, 5, 6, 4]
+
+
+def test_what_stands_in_the_byte_code_of_a_kernel_is_not_read():
+    code = "output_to_operand_aliasing={{0}: (0, {})}"
+    call = f'f32[4]{{0}} custom-call(%x), backend_config={{module = "{code}"}}'
+    assert parse_instruction("z", call).aliases == ()
+    assert parse_instruction("z", f"f32[4]{{0}} custom-call(%x), {code}").aliases == (
+        (0, 0),
+    )
+
+
+def test_a_fault_is_one_line():
+    fault = gpu_rules.Fault("bytes that k spills", 8)
+    assert fault.line("decode[64]") == (
+        "FAIL decode[64]: bytes that k spills: 8, limit 0"
+    )
+
+
+def test_uses_name_the_reader_of_a_pool_behind_a_kernel_that_changes_it():
+    step = module("%z = bf16[4]{0} reduce(%pool2, %ids), to_apply=%add")
+    pool = gpu_rules.program_arguments(step, "kv_cache")[0]
+    readers = {use.instruction.name for use in uses(step, pool, LIVE_ELEMENTS)}
+    assert readers == {"pool1", "o", "z"}
