@@ -38,9 +38,6 @@ def paged_attention_mosaic(
     reason = tuning.refusal(q_BTKGH, pools, arrays, tuning.CAPABILITY)
     if reason is not None:
         raise NotImplementedError(f"no kernel for {reason}")
-    table_BM, P = arrays.page_table_BM, pools[0].shape[1]
-    is_held_BM = (table_BM >= 0) & (table_BM < P)
-    arrays = arrays._replace(page_table_BM=jnp.where(is_held_BM, table_BM, 0))
     _, T, _, G, H = q_BTKGH.shape
     serve = _decode if tuning.is_decode(T, G, H) else paged_prefill_mosaic
     return serve(q_BTKGH, pools, layer, arrays, options, interpret=interpret)
@@ -56,7 +53,10 @@ def _decode(
     interpret: Any,
 ) -> Float[Array, "B T K G H"]:
     _, T, _, G, H = q_BTKGH.shape
-    sizes = tuning.decode_tuning(H, is_narrow=pools[0].dtype.itemsize == 1)
+    sizes = tuning.decode_tuning(H)
+    table_BM, P = arrays.page_table_BM, pools[0].shape[1]
+    is_held_BM = (table_BM >= 0) & (table_BM < P)
+    arrays = arrays._replace(page_table_BM=jnp.where(is_held_BM, table_BM, 0))
     partial = paged_decode_mosaic(
         q_BTKGH, pools, layer, arrays, options, tuning=sizes, interpret=interpret
     )

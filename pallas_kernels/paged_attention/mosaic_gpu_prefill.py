@@ -71,7 +71,7 @@ def paged_prefill_mosaic(
     """
     assert arrays.tree_mask_BT is None and arrays.k_scales is None
     B, T, K, G, H = q_BTKGH.shape
-    tuning = tuning or prefill_tuning(H, pools[0].shape[3])
+    tuning = tuning or prefill_tuning(H)
     if interpret is not None and tuning.weights_in_registers:
         tuning = dataclasses.replace(tuning, weights_in_registers=False, columns=64)
     # A tile that hangs over the end would store into the next row.

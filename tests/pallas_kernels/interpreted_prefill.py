@@ -7,12 +7,12 @@ import dataclasses
 import types
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_cases import LAYER, Case, interpreted, on_device, relative_error
 
 from headrace.pallas_kernels import compat
 from headrace.pallas_kernels.paged_attention import mosaic_gpu_prefill
@@ -25,18 +25,7 @@ from headrace.pallas_kernels.paged_attention.options import (
     AttentionOptions,
 )
 
-LAYER = 1
 TWO_SLOTS = PrefillTuning(keys=64, stages=2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Arguments of the kernel, as numpy arrays."""
-
-    q_BTKGH: np.ndarray
-    pools: tuple[np.ndarray, np.ndarray]
-    arrays: AttentionArrays
-    options: AttentionOptions
 
 
 def _case(
@@ -78,71 +67,31 @@ def _case(
     return Case(q.astype(bf16), pools, arrays, AttentionOptions(**options))
 
 
-def _rows(case, rows):
-    """The same pools with some rows, in this order."""
-    table, positions, context_len, *rest = case.arrays
-    arrays = AttentionArrays(table[rows], positions[rows], context_len[rows], *rest)
-    return dataclasses.replace(case, q_BTKGH=case.q_BTKGH[rows], arrays=arrays)
-
-
 def _truth(case):
-    """Dense attention in float32; zeros for queries at or past the context."""
-    arrays, options = case.arrays, case.options
-    out = np.zeros(case.q_BTKGH.shape, np.float32)
-    C, H = case.pools[0].shape[3:]
-    for b, n in enumerate(arrays.context_len_B):
-        ids = arrays.page_table_BM[b, : -(-n // C)]
-        k_KSH, v_KSH = (
-            np.moveaxis(pool[LAYER, ids].astype(np.float32), 1, 0).reshape(
-                pool.shape[2], len(ids) * C, H
-            )[:, :n]
-            for pool in case.pools
-        )
-        position_T = arrays.positions_BT[b][arrays.positions_BT[b] < n]
-        if not len(position_T):
-            continue
-        T = len(position_T)
-        q_TKGH = case.q_BTKGH[b, :T].astype(np.float32)
-        score = np.einsum("tkgh,ksh->tkgs", q_TKGH, k_KSH) * options.scale_of(H)
-        if options.soft_cap:
-            score = options.soft_cap * np.tanh(score / options.soft_cap)
-        back_TS = position_T[:, None] - np.arange(n)
-        is_seen_TS = (back_TS >= 0) & (back_TS < (options.window or n + 1))
-        weight = np.where(is_seen_TS[:, None, None], np.exp(score), 0)
-        total = weight.sum(-1, keepdims=True)
-        if arrays.sinks_KG is not None:
-            total += np.exp(arrays.sinks_KG)[..., None]
-        out[b, :T] = np.einsum("tkgs,ksh->tkgh", weight / total, v_KSH)
+    """Zeros for queries at or past the context, as the kernel gives them."""
+    is_padding_BT = case.arrays.positions_BT >= case.arrays.context_len_B[:, None]
+    out = case.truth()
+    out[is_padding_BT] = 0
     return out
 
 
 def _run(case, tuning=TWO_SLOTS, module=mosaic_gpu_prefill, layer=LAYER):
     num_tiles = -(-int(case.arrays.context_len_B.max()) // tuning.keys)
     assert num_tiles > tuning.stages, "the ring does not wrap"
-    q, pools, arrays = jax.tree.map(
-        jnp.asarray, (case.q_BTKGH, case.pools, case.arrays)
-    )
-    try:
-        with compat.no_races():
-            out = module.paged_prefill_mosaic(
-                q, pools, layer, arrays, case.options,
-                tuning=tuning, interpret=compat.interpreter(),
-            )  # fmt: skip
-            return np.asarray(out)
-    except BaseException:
-        compat.reset_interpreter()
-        raise
+    q, pools, arrays = on_device(case)
 
+    def call(interpret):
+        return module.paged_prefill_mosaic(
+            q, pools, layer, arrays, case.options, tuning=tuning, interpret=interpret
+        )
 
-def _error(out, truth):
-    """Largest absolute error over the largest absolute true value."""
-    return np.abs(out.astype(np.float32) - truth).max() / np.abs(truth).max()
+    return interpreted(call)
 
 
 def _check(case, tuning=TWO_SLOTS):
     out, truth = _run(case, tuning), _truth(case)
     assert np.isfinite(out).all()
-    assert _error(out, truth) < 1e-2
+    assert relative_error(out, truth) < 1e-2
     is_padding_BT = case.arrays.positions_BT >= case.arrays.context_len_B[:, None]
     assert not out[is_padding_BT].any()
 
@@ -168,7 +117,7 @@ TUNED = [(64, 32, 400), (128, 64, 260), (256, 32, 150)]
 
 @pytest.mark.parametrize("H, C, prefix", TUNED)
 def test_equals_the_truth_with_tuned_sizes(H, C, prefix):
-    _check(_case([(prefix, 21)], H=H, C=C), prefill_tuning(H, C))
+    _check(_case([(prefix, 21)], H=H, C=C), prefill_tuning(H))
 
 
 @settings(max_examples=4, deadline=None)
@@ -187,8 +136,8 @@ def test_equals_the_truth_over_drawn_lengths(data):
 def test_bits_of_a_row_depend_on_no_other_row():
     case = _case([(0, 64), (133, 40), (0, 0), (190, 9)], G=1, has_sinks=True)
     together = _run(case)
-    moved = _run(_rows(case, [3, 1]))
-    alone = _run(_rows(case, [1]))
+    moved = _run(case.rows([3, 1]))
+    alone = _run(case.rows([1]))
     assert np.array_equal(together[1], alone[0])
     assert np.array_equal(together[[3, 1]], moved)
 
@@ -263,4 +212,4 @@ def test_a_planted_bug_is_found(bug):
         out = _run(case, module=mutant)
     except RuntimeError:  # a race, or a barrier that nobody waits for
         return
-    assert not _error(out, _truth(case)) < 1e-2
+    assert not relative_error(out, _truth(case)) < 1e-2

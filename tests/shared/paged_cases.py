@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from headrace.pallas_kernels import compat
 from headrace.pallas_kernels.paged_attention.options import (
     AttentionArrays,
     AttentionOptions,
@@ -91,6 +94,21 @@ def make_case(
     )
     options = AttentionOptions(window=window, soft_cap=soft_cap, scale=scale)
     return Case(q, tuple(pools), arrays, options)
+
+
+def on_device(case):
+    """Queries, pools and arrays, as jax has them."""
+    return jax.tree.map(jnp.asarray, (case.q_BTKGH, case.pools, case.arrays))
+
+
+def interpreted(call):
+    """What a kernel gives in the interpreter; a race or a failure is raised."""
+    try:
+        with compat.no_races():
+            return np.asarray(call(compat.interpreter()))
+    except BaseException:
+        compat.reset_interpreter()
+        raise
 
 
 def relative_error(found, truth):
