@@ -26,6 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from headrace.checkpoints.cache_dir import atomic_write
 from headrace.configs.schema import EngineConfig, ModelConfig
+from headrace.engine.compile_options import compiler_options
 from headrace.pallas_kernels.paged_attention import api as paged_attention
 from headrace.pallas_kernels.row_matmul import api as row_matmul
 
@@ -49,6 +50,7 @@ _CODE = (
     "pallas_kernels/**/*.py",
     "pallas_kernels/**/*.cc",
     "pallas_kernels/**/*.h",
+    "engine/compile_options.py",
     "engine/logprobs.py",
     "engine/packed_layout.py",
     "engine/page_moves.py",
@@ -110,7 +112,8 @@ def compile_fresh(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     functions: it loads, and fails at the first call ("Function ... not found").
     """
     with _jax_cache.off():
-        return lowered.compile()
+        options = compiler_options(jax.default_backend())
+        return lowered.compile(compiler_options=options)
 
 
 def program_key(model_config: ModelConfig, engine_config: EngineConfig) -> str:

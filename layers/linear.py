@@ -5,6 +5,7 @@ else.
 """
 
 from flax import linen as nn
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from headrace.pallas_kernels.row_matmul.api import row_matmul
@@ -14,6 +15,7 @@ def matmul(
     w_OI: Float[Array, "O I"],
     x_XI: Float[Array, "*X I"],
     query_len_B: Int[Array, " B"] | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*X O"]:
     """Multiplies rows by a weight stored (out, in).
 
@@ -22,12 +24,13 @@ def matmul(
       x_XI: any number of leading axes.
       query_len_B: valid tokens of each row, if x is [B, T, I]; the rest is padding that
         need not be computed.
+      out_dtype: of the result, to which the sums are rounded once; None is x's.
 
     Returns:
-      `x @ w.T`, with x's leading axes and x's dtype.
+      `x @ w.T`, with x's leading axes.
     """
     x_RI = x_XI.reshape(-1, x_XI.shape[-1])
-    y_RO = row_matmul(w_OI, x_RI, query_len_B)
+    y_RO = row_matmul(w_OI, x_RI, query_len_B, out_dtype)
     return y_RO.reshape(*x_XI.shape[:-1], w_OI.shape[0])
 
 

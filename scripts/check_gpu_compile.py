@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import app, flags
 
-from headrace.scripts import engine_flags, gpu_compile, gpu_rules
+from headrace.scripts import engine_flags, gpu_compile, gpu_rules, hlo_traffic
 from headrace.scripts.gpu_compile import Compiled, PtxasKernel, Target
 from headrace.scripts.gpu_programs import StepSizes, step_programs
 from headrace.scripts.gpu_rules import Fault
@@ -74,12 +74,11 @@ class Gate:
         for kernel, instructions in calls.items():
             self._calls[kernel] += instructions
         facts = self._facts(compiled, module, kind)
-        facts["mosaic"] = {kernel: len(calls[kernel]) for kernel in calls}
         self.programs[name] = facts
         faults = [
             *gpu_rules.spills(seen),
             *gpu_rules.serialized(compiled.log),
-            *gpu_rules.open_loops(module),
+            *gpu_rules.host_returns(compiled.thunks),
             *gpu_rules.wide_sorts(module),
             *gpu_rules.large_temporary(
                 compiled.temp_bytes, self.sizes.temporary_limits(kind)
@@ -87,6 +86,8 @@ class Gate:
         ]
         if kind != "sample":
             faults += self._of_forward(compiled, module, kind, program.args)
+        if kind == "decode":
+            faults += self._of_decode(module, facts)
         self.faults += [(name, fault) for fault in faults]
 
     def _of_forward(
@@ -98,25 +99,34 @@ class Gate:
         weights, pools, logits = map(jax.tree.leaves, args[:3])
         donated_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in pools + logits)
         numbers = {"params": len(weights), "kv_cache": len(pools)}
-        faults = [
+        return [
             *gpu_rules.small_alias(compiled.alias_bytes, donated_bytes),
             *gpu_rules.lost_arguments(module, numbers),
             *gpu_rules.weight_copies(module),
             *gpu_rules.kv_copies(module, sizes.live_elements(kind)),
         ]
-        if kind == "decode":
-            per_layer = gpu_rules.kernels_per_layer(module, sizes.model.num_layers)
-            faults += gpu_rules.many_kernels(per_layer)
+
+    def _of_decode(self, module: Module, facts: dict[str, Any]) -> list[Fault]:
+        faults = gpu_rules.repeated_weights(module)
+        # Plain XLA has more kernels, and a loop whose turns the program does not tell.
+        if facts["moved_bytes"] is not None:
+            faults += gpu_rules.many_kernels(facts["kernels_per_layer"])
+            faults += gpu_rules.heavy_traffic(
+                facts["moved_bytes"], facts["floor_bytes"] + facts["kv_bytes"]
+            )
         return faults
 
     def _facts(self, compiled: Compiled, module: Module, kind: str) -> dict[str, Any]:
-        kv_bytes, per_layer = self.sizes.kv_bytes(kind), None
+        sizes, kv_bytes = self.sizes, self.sizes.kv_bytes(kind)
+        floor_bytes, moved_bytes, per_layer = sizes.floor_bytes(kind), None, None
+        mosaic = gpu_rules.mosaic_kernels(module)
         if kind != "sample":
-            num_layers = self.sizes.model.num_layers
-            per_layer = gpu_rules.kernels_per_layer(module, num_layers)
-        read = "logits_BQV" if kind == "sample" else "params"
-        read_bytes = gpu_rules.bytes_read(module, read)
-        floor_bytes = self.sizes.floor_bytes(kind)
+            per_layer = gpu_rules.kernels_per_layer(module, sizes.model.num_layers)
+            pools = gpu_rules.program_arguments(module, "kv_cache")
+            moved_bytes = kv_bytes + hlo_traffic.moved_bytes(
+                module, elsewhere={pool.leaves[0] for pool in pools}
+            )
+        has_kernels = any("paged" in name for name in mosaic)
         microseconds = 1e6 / self.target.bytes_per_s
         others = collections.Counter(
             i.target
@@ -130,13 +140,17 @@ class Gate:
             "alias_bytes": compiled.alias_bytes,
             "kernels": sum(times for _, times in kernels(module)),
             "kernels_per_layer": per_layer,
-            "host_waits": gpu_rules.host_waits(module),
+            "attention": "Mosaic kernels" if has_kernels else "plain XLA",
             "custom_calls": dict(others),
-            "read": read,
-            "read_bytes": read_bytes,
+            "mosaic": {name: len(calls) for name, calls in mosaic.items()},
+            "weight_passes": hlo_traffic.most_passes(module),
+            "read_bytes": gpu_rules.bytes_read(
+                module, "logits_BQV" if kind == "sample" else "params"
+            ),
             "floor_bytes": floor_bytes,
-            "computed_kv_bytes": kv_bytes,
-            "model_us": round((read_bytes + kv_bytes) * microseconds, 1),
+            "kv_bytes": kv_bytes,
+            "moved_bytes": moved_bytes if has_kernels else None,
+            "model_us": round(moved_bytes * microseconds, 1) if has_kernels else None,
             "model_floor_us": round((floor_bytes + kv_bytes) * microseconds, 1),
         }
 
@@ -154,30 +168,38 @@ class Gate:
         """Facts for people."""
         lines = [
             f"{'program':<20}{'s':>6}{'args':>9}{'temp':>8}{'alias':>8}{'kernels':>8}"
-            f"{'a layer':>8}{'read':>9}{'floor':>9}{'KV':>8}{'model us':>9}{'floor':>8}"
+            f"{'a layer':>8}{'read':>9}{'floor':>9}{'KV':>8}{'moved':>9}{'model us':>9}"
+            f"{'floor':>8}"
         ]
         for name, facts in self.programs.items():
-            mega = {k: v / 1e6 for k, v in facts.items() if k.endswith("_bytes")}
+            mega = {k: v / 1e6 for k, v in facts.items() if k.endswith("_bytes") and v}
+            moved = facts["moved_bytes"]
             lines.append(
                 f"{name:<20}{facts['seconds']:>6.1f}{mega['argument_bytes']:>9.1f}"
-                f"{mega['temp_bytes']:>8.1f}{mega['alias_bytes']:>8.1f}"
+                f"{mega.get('temp_bytes', 0):>8.1f}{mega.get('alias_bytes', 0):>8.1f}"
                 f"{facts['kernels']:>8}{facts['kernels_per_layer'] or '-':>8}"
                 f"{mega['read_bytes']:>9.1f}{mega['floor_bytes']:>9.1f}"
-                f"{mega['computed_kv_bytes']:>8.1f}{facts['model_us']:>9.1f}"
-                f"{facts['model_floor_us']:>8.1f}"
+                f"{mega.get('kv_bytes', 0):>8.1f}{_mega(moved):>9}"
+                f"{facts['model_us'] or '-':>9}{facts['model_floor_us']:>8.1f}"
             )
         for name, facts in self.programs.items():
+            if facts["kernels_per_layer"]:
+                lines.append(
+                    f"{name}: attention by {facts['attention']}; weights pass "
+                    f"{facts['weight_passes']} times at most"
+                )
             for kernel, count in facts["mosaic"].items():
                 lines.append(f"{name}: {count} calls of {kernel}")
-            if facts["host_waits"]:
-                waits = f"the host waits at {facts['host_waits']} conditionals"
-                lines.append(f"note {name}: {waits}")
         for seen in dict.fromkeys(self.ptxas):
             lines.append(
                 f"{seen.name}: {seen.registers} registers, {seen.spill_bytes} bytes "
                 f"spilled, {seen.stack_bytes} of stack"
             )
         return "\n".join(lines)
+
+
+def _mega(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 1e6:.1f}"
 
 
 def run() -> int:
@@ -200,7 +222,8 @@ def run() -> int:
         f"{target.name}, jax {jax.__version__}, {FLAGS.config} with {model.num_layers} "
         f"layers, {sizes.rows} rows of {sizes.context} tokens, chunk of {sizes.chunk}\n"
         "MB. read: of weights (sample: logits), counted in the program; KV: computed, "
-        f"live tokens; us: a model, bytes over {target.bytes_per_s / 1e12:.2f} TB/s\n"
+        "live tokens; moved: all that kernels read and write, KV included; us: a "
+        f"model, bytes over {target.bytes_per_s / 1e12:.2f} TB/s\n"
     )
     for key, program in step_programs(sizes, engine).items():
         gate.add(program_name(key), key[0], program)

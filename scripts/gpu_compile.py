@@ -25,6 +25,8 @@ _STACK = re.compile(
 )
 _REGISTERS = re.compile(r"Used (\d+) registers")
 
+_THUNKS = ".thunk_sequence_after_thunk_passes.txt"
+
 _family: list[int] = []
 
 
@@ -68,6 +70,7 @@ class Compiled:
       seconds: lowering and compiling.
       argument_bytes, temp_bytes, alias_bytes: of `memory_analysis()`.
       log: what the compilers wrote meanwhile.
+      thunks: what the host starts, by XLA's own dump; empty where it wrote none.
     """
 
     text: str
@@ -76,6 +79,7 @@ class Compiled:
     temp_bytes: int
     alias_bytes: int
     log: str
+    thunks: str
 
 
 def target_names() -> list[str]:
@@ -97,10 +101,6 @@ def read_target(name: str) -> Target:
 def set_environment() -> None:
     """Must come before the first `import jax` of the process."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # No device is there to time candidates on.
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
-    )
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 
 
@@ -111,7 +111,9 @@ def compile_for_gpu(
     target: Target,
     donated: tuple[int, ...] = (),
 ) -> Compiled:
-    """Compiles a program for one GPU, after `set_environment`.
+    """Compiles a program for one GPU as an engine there does.
+
+    Comes after `set_environment`.
 
     Args:
       function: to be compiled.
@@ -126,6 +128,7 @@ def compile_for_gpu(
     """
     import jax
 
+    from headrace.engine.compile_options import compiler_options
     from headrace.pallas_kernels.gpu_target import compiling_for
 
     sharding = _one_device(target)
@@ -141,11 +144,19 @@ def compile_for_gpu(
 
     jitted = jax.jit(function, donate_argnums=donated)
     start, log = time.perf_counter(), []
-    try:
-        with compiling_for(target.capability), _captured(log):
-            compiled = jitted.lower(*jax.tree.map(placed, args)).compile()
-    except jax.errors.JaxRuntimeError as error:
-        raise CompileError(f"{error}\n{log[0]}") from error
+    with tempfile.TemporaryDirectory() as dump:
+        options = compiler_options("gpu") | {
+            "xla_dump_to": dump,
+            "xla_dump_hlo_as_text": True,
+        }
+        try:
+            with compiling_for(target.capability), _captured(log):
+                lowered = jitted.lower(*jax.tree.map(placed, args))
+                compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            raise CompileError(f"{error}\n{log[0]}") from error
+        written = sorted(pathlib.Path(dump).glob(f"*{_THUNKS}"))
+        thunks = "".join(path.read_text("utf-8") for path in written)
     memory = compiled.memory_analysis()
     return Compiled(
         text=compiled.as_text(),
@@ -154,6 +165,7 @@ def compile_for_gpu(
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         log=log[0],
+        thunks=thunks,
     )
 
 

@@ -35,7 +35,7 @@ class StepSizes:
     @property
     def layer_bytes(self) -> int:
         """Weights of a layer."""
-        from headrace.engine.sizing import num_params
+        from headrace.engine.memory_sizes import num_params
 
         without = dataclasses.replace(self.model, num_layers=1)
         tables = 1 if self.model.tie_embeddings else 2
@@ -55,7 +55,7 @@ class StepSizes:
 
     def kv_bytes(self, kind: str) -> int:
         """Live tokens times bytes per token."""
-        from headrace.engine.sizing import page_bytes
+        from headrace.engine.memory_sizes import page_bytes
 
         return self.live_tokens(kind) * page_bytes(self.model, 1, _DTYPE)
 
@@ -64,7 +64,7 @@ class StepSizes:
 
         Of a sample program it is the logits.
         """
-        from headrace.engine.sizing import num_params
+        from headrace.engine.memory_sizes import num_params
 
         if kind == "sample":
             return self.logits_bytes
@@ -82,6 +82,10 @@ class StepSizes:
         if kind == "decode":
             gathered = 2 * self.live_elements(kind) * _DTYPE_BYTES
             limits["the gathered cache of a layer"] = gathered
+            limits["64 MB"] = 64_000_000
+        else:
+            half = self.chunk * 2 * self.model.ffw_dim * _DTYPE_BYTES
+            limits["two outputs of gate and up"] = 2 * half
         return limits
 
 
@@ -92,28 +96,57 @@ def step_programs(sizes: StepSizes, config: EngineConfig) -> dict[tuple, Any]:
       sizes: of the step.
       config: an engine whose buckets and pool are made to fit `sizes`.
     """
+    from headrace.engine.programs import VARIANTS
+
+    keys = [
+        ("decode", sizes.rows),
+        ("prefill", (1, sizes.chunk)),
+        *(("sample", variant, sizes.rows) for variant in VARIANTS),
+    ]
+    return described(sizes.model, fitted(sizes, config), keys)
+
+
+def engine_programs(model: ModelConfig, config: EngineConfig) -> dict[tuple, Any]:
+    """Every program of an engine: key -> `engine.programs.Program`, as in its ledger.
+
+    Args:
+      model: its shapes.
+      config: resolved.
+    """
+    from headrace.engine.memory_sizes import num_host_pages
+    from headrace.engine.programs import program_keys
+
+    keys = program_keys(config, can_move=num_host_pages(model, config) > 0)
+    return described(model, config, keys)
+
+
+def described(
+    model: ModelConfig, config: EngineConfig, keys: list[tuple]
+) -> dict[tuple, Any]:
+    """The programs of some keys, over shapes in place of an engine's arrays."""
     import jax
     import jax.numpy as jnp
 
     from headrace.engine import programs
+    from headrace.engine.packed_layout import layout_of
     from headrace.engine.processors import empty_extras
     from headrace.engine.sampling_params import num_top
     from headrace.engine.slots import empty_slots
     from headrace.layers import kv_cache as kv
     from headrace.layers.models import build_model, param_shapes
 
-    config = fitted(sizes, config)
-    model, rows, vocab_size = sizes.model, sizes.rows, sizes.model.vocab_size
-    assert config.num_pages is not None
-    layout = programs.layout_of(config)
+    assert config.num_pages and config.num_slots
+    assert config.param_dtype and config.kv_dtype
+    rows, vocab_size = config.num_slots, model.vocab_size
+    layout = layout_of(config)
     pool = {"num_pages": config.num_pages, "page_size": config.page_size}
     operands = programs.Operands(
         params=jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(_DTYPE)),
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(config.param_dtype)),
             param_shapes(model),
             is_leaf=lambda node: isinstance(node, tuple),
         ),
-        kv_cache=kv.cache_shapes(model, **pool, dtype=_DTYPE),
+        kv_cache=kv.cache_shapes(model, **pool, dtype=config.kv_dtype),
         logits_BQV=jax.ShapeDtypeStruct((rows, 1, vocab_size), jnp.float32),
         slots=jax.eval_shape(lambda: empty_slots(layout)),
         extras=jax.eval_shape(
@@ -121,15 +154,10 @@ def step_programs(sizes: StepSizes, config: EngineConfig) -> dict[tuple, Any]:
         ),
     )
     options = {
-        "model": build_model(model, _DTYPE),
+        "model": build_model(model, config.param_dtype),
         "layout": layout,
         "num_top": num_top(config.max_logprobs),
     }
-    keys = [
-        ("decode", rows),
-        ("prefill", (1, sizes.chunk)),
-        *(("sample", variant, rows) for variant in programs.VARIANTS),
-    ]
     return {key: programs.describe(key, operands, **options) for key in keys}
 
 

@@ -12,13 +12,16 @@ from typing import NamedTuple
 from headrace.scripts.gpu_compile import PtxasKernel
 from headrace.scripts.hlo_flow import kernels, uses
 from headrace.scripts.hlo_text import Instruction, Module
+from headrace.scripts.hlo_traffic import weight_passes
 
 MAX_KERNELS_PER_LAYER = 14
+MAX_TRAFFIC = 1.05
 
 # A sort as wide as this is one of the vocabulary.
 _WIDE = 1024
 _SORTING_TARGET = re.compile(r"[Ss]ort|[Tt]op_?[Kk]")
 _LAYER = re.compile(r"\blayer_(\d+)\b")
+_THUNK = re.compile(r"^\d+: k(\w+)", re.MULTILINE)
 _SLOW = re.compile(r"Potential Performance Loss: (.*)")
 
 
@@ -183,12 +186,18 @@ def kv_copies(module: Module, live_elements: int) -> list[Fault]:
     return list(dict.fromkeys(faults))
 
 
-def open_loops(module: Module) -> list[Fault]:
-    """Every loop has a known number of turns: else the host waits in each of them."""
-    loops = [i for i in module.instructions if i.opcode == "while"]
-    names = [i.name for i in loops if i.num_trips is None]
-    what = f"loops whose length only the data tell: {', '.join(names[:4])}"
-    return [Fault(what, len(names))] if names else []
+def host_returns(thunks: str) -> list[Fault]:
+    """The host starts a step once: all of it is one command buffer, loops included.
+
+    Elsewhere it waits for the condition in every turn of a loop.
+
+    Args:
+      thunks: XLA's dump of them.
+    """
+    outside = _THUNK.findall(thunks)
+    if outside == ["CommandBuffer"]:
+        return []
+    return [Fault("starts by the host", ", ".join(outside) or "none seen", "1 graph")]
 
 
 def wide_sorts(module: Module) -> list[Fault]:
@@ -225,19 +234,18 @@ def many_kernels(per_layer: int) -> list[Fault]:
     return [Fault("kernels per layer", per_layer, MAX_KERNELS_PER_LAYER)]
 
 
-def host_waits(module: Module) -> int:
-    """Conditionals around a loop, which no command buffer takes: the host reads each.
+def heavy_traffic(moved_bytes: int, floor_bytes: int) -> list[Fault]:
+    """Weights and live KV once are nearly all that a decode step moves."""
+    ratio = moved_bytes / floor_bytes
+    if ratio <= MAX_TRAFFIC:
+        return []
+    return [Fault("bytes moved over the floor", round(ratio, 3), MAX_TRAFFIC)]
 
-    Not a fault: a fact to know.
-    """
 
-    def has_loop(name: str) -> bool:
-        inside = module.computations[name].instructions.values()
-        return any(
-            i.opcode == "while" or any(map(has_loop, i.branches)) for i in inside
-        )
-
-    return sum(
-        i.opcode == "conditional" and any(map(has_loop, i.branches))
-        for i in module.instructions
-    )
+def repeated_weights(module: Module) -> list[Fault]:
+    """A product of few rows reads its weight once."""
+    faults = []
+    for kernel, _ in kernels(module):
+        if (passes := weight_passes(kernel)) > 1:
+            faults.append(Fault(f"times {kernel.name} reads its weight", passes, 1))
+    return faults

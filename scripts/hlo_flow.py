@@ -162,14 +162,12 @@ def _read(
     module: Module, place: _Place, user: Instruction, copy_elements: float
 ) -> tuple[Use, list[_Place]]:
     """A reader, and the places where what it writes has to be followed."""
-    callee = module.computations.get(user.called("calls"))
-    if user.opcode != "fusion" or callee is None:
-        callee = _as_computation(user)
+    callee = as_callee(module, user)
     positions = [i for i, name in enumerate(user.operands) if name == place.name]
     inner = [callee.parameters[i].name for i in positions if i in callee.parameters]
-    read_bytes = max((_bytes_read(callee, n, place.leaf) for n in inner), default=0)
+    read_bytes = max((bytes_read(callee, n, place.leaf) for n in inner), default=0)
     in_place = {
-        result for result, parameter in _results_in_place(callee) if parameter in inner
+        result for result, target, _ in _in_place(callee) if target in inner
     } | {result for result, operand in user.aliases if operand in positions}
     opcodes = {i.opcode for i in callee.instructions.values()}
     copies = []
@@ -193,8 +191,11 @@ def _read(
     return Use(user, place.leaf, read_bytes, place.times, written), followed
 
 
-def _as_computation(user: Instruction) -> Computation:
-    """An instruction that stands alone, as the fusion that it could be."""
+def as_callee(module: Module, user: Instruction) -> Computation:
+    """What a fusion does; a lone instruction as the fusion that it could be."""
+    callee = module.computations.get(user.called("calls"))
+    if user.opcode == "fusion" and callee is not None:
+        return callee
     operands = user.operands
     parameters = {
         name: Instruction(name, "parameter", (), str(i), "")
@@ -210,12 +211,12 @@ def _through_bitcasts(callee: Computation, name: str) -> str:
     return name
 
 
-def _bytes_read(callee: Computation, name: str, leaf: Leaf) -> int:
+def bytes_read(callee: Computation, name: str, leaf: Leaf) -> int:
     """Bytes of a fusion's argument that it reads."""
     total = 0
     for user in callee.users[name]:
         if user.opcode == "bitcast":
-            total += _bytes_read(callee, user.name, leaf)
+            total += bytes_read(callee, user.name, leaf)
         elif user.opcode in _PARTIAL and user.operands[0] == name:
             total += user.leaves[0].num_bytes
         elif user.opcode not in _IN_PLACE or user.operands[0] != name:
@@ -225,12 +226,18 @@ def _bytes_read(callee: Computation, name: str, leaf: Leaf) -> int:
     return total
 
 
-def _results_in_place(callee: Computation) -> Iterator[tuple[int, str]]:
-    """(number of a result, name of the parameter whose memory it changes)."""
+def written_in_place(callee: Computation) -> dict[int, int]:
+    """Number of a result that changes an argument's memory -> bytes of the changes."""
+    return {result: written.num_bytes for result, _, written in _in_place(callee)}
+
+
+def _in_place(callee: Computation) -> Iterator[tuple[int, str, Leaf]]:
+    """Number of a result, the parameter whose memory it changes, the changes."""
     root = callee.instructions[callee.root]
     results = root.operands if root.opcode == "tuple" else (root.name,)
     for number, name in enumerate(results):
         writer = callee.instructions[_through_bitcasts(callee, name)]
         if writer.opcode in _IN_PLACE:
             target = _through_bitcasts(callee, writer.operands[0])
-            yield number, target
+            change = writer.operands[-1 if writer.opcode == "scatter" else 1]
+            yield number, target, callee.instructions[change].leaves[0]

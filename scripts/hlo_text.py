@@ -75,6 +75,12 @@ class Instruction:
         return found[1] if found else ""
 
     @functools.cached_property
+    def tiles(self) -> tuple[int, ...]:
+        """Sizes of what one block of threads makes of the result; () is unknown."""
+        found = re.search(r'"output_tiles":\[\{"sizes":\[([^\]]*)\]', self.attributes)
+        return tuple(map(int, re.findall(r"\d+", found[1]))) if found else ()
+
+    @functools.cached_property
     def num_trips(self) -> int | None:
         """Turns of a `while`; None where only the data tell."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)

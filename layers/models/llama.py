@@ -75,7 +75,7 @@ class Llama(nn.Module):
     def logits(self, hidden_XD: Float[Array, "*X D"]) -> Float[Array, "*X V"]:
         """Float32 scores over the vocabulary for normed hidden states."""
         head = self.embedding if self.config.tie_embeddings else self.head
-        return linear.matmul(head, hidden_XD).astype(jnp.float32)
+        return linear.matmul(head, hidden_XD, out_dtype=jnp.float32)
 
 
 def param_specs(config: ModelConfig, param_dtype: str = "float32") -> Params:

@@ -4,8 +4,11 @@ On a CPU with a C++ compiler that is `cpu.cc`, else plain XLA. Nobody outside th
 folder calls anything else in it.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from headrace.pallas_kernels.row_matmul import cpu
@@ -15,6 +18,7 @@ def row_matmul(
     w_OI: Float[Array, "O I"],
     x_RI: Float[Array, "R I"],
     num_valid_B: Int[Array, " B"] | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "R O"]:
     """Multiplies rows by a weight stored (out, in).
 
@@ -23,10 +27,10 @@ def row_matmul(
       x_RI: the rows.
       num_valid_B: where the rows come in B groups of one size, how many at the start
         of each group count; None: all.
+      out_dtype: of the result, to which the sums are rounded once; None is x's.
 
     Returns:
-      `x @ w.T` in x's dtype; rows that do not count are unspecified, and finite where
-      x and w are.
+      `x @ w.T`; rows that do not count are unspecified, and finite where x and w are.
 
     Raises:
       ValueError: the inner sizes differ, or the rows are not a multiple of B.
@@ -39,10 +43,13 @@ def row_matmul(
         raise ValueError(
             f"{x_RI.shape[0]} rows do not make {num_valid_B.shape[0]} equal groups"
         )
-    if not cpu_identity(w_OI.dtype.name) or x_RI.dtype != w_OI.dtype:
-        return _plain(w_OI, x_RI)
+    out_dtype = jnp.dtype(out_dtype or x_RI.dtype)
+    plain = functools.partial(_plain, out_dtype=out_dtype)
+    is_one_dtype = w_OI.dtype == x_RI.dtype == out_dtype
+    if not cpu_identity(w_OI.dtype.name) or not is_one_dtype:
+        return plain(w_OI, x_RI)
     return jax.lax.platform_dependent(
-        w_OI, x_RI, num_valid_B, cpu=cpu.row_matmul_cpu, default=_plain
+        w_OI, x_RI, num_valid_B, cpu=cpu.row_matmul_cpu, default=plain
     )
 
 
@@ -61,8 +68,12 @@ def cpu_identity(dtype: str) -> str:
 
 
 def _plain(
-    w_OI: Float[Array, "O I"], x_RI: Float[Array, "R I"], *_: Array
+    w_OI: Float[Array, "O I"],
+    x_RI: Float[Array, "R I"],
+    *_: Array,
+    out_dtype: jnp.dtype,
 ) -> Float[Array, "R O"]:
     # On a CPU this runs at memory speed for one row, where `x @ w.T` falls to a
     # fifteenth of it; on a GPU it is the same GEMM.
-    return (w_OI.astype(x_RI.dtype) @ x_RI.T).T
+    w_OI = w_OI.astype(x_RI.dtype)
+    return jnp.matmul(w_OI, x_RI.T, preferred_element_type=out_dtype).T

@@ -83,3 +83,15 @@ def test_sizes_that_do_not_fit_are_refused():
         row_matmul(w, x[:, :60])
     with pytest.raises(ValueError, match="3 rows do not make 2 equal groups"):
         row_matmul(w, x, jnp.array([1, 1]))
+
+
+def test_sums_are_rounded_once_to_the_type_that_is_asked_for():
+    w, x = (array.astype(jnp.bfloat16) for array in _case(3, 64, 32))
+    wide = row_matmul(w, x, out_dtype=jnp.float32)
+    truth = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    assert wide.dtype == jnp.float32
+    assert np.abs(np.asarray(wide) - truth).max() < 1e-4
+    narrow = row_matmul(w, x)
+    assert narrow.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(narrow, np.float64) - truth).max() > 1e-3
+    assert row_matmul(*_case(3, 64, 32), out_dtype=jnp.bfloat16).dtype == jnp.bfloat16

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.configs import load_config, parse_config
 from headrace.engine import sampler, thresholds
-from headrace.scripts import gpu_compile
+from headrace.scripts import gpu_compile, gpu_rules
 from headrace.scripts.gpu_programs import StepSizes, step_programs
 
 PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
@@ -99,7 +99,9 @@ def test_bytes_that_a_step_must_move_follow_from_the_model():
     assert sizes.kv_bytes("prefill") == 1024 * token
     assert sizes.kv_bytes("sample") == 0
     limits = sizes.temporary_limits("decode")
-    assert list(limits.values()) == [2 * layer, 64 * 1024 * token // 2]
+    assert list(limits.values()) == [2 * layer, 64 * 1024 * token // 2, 64_000_000]
+    filled = sizes.temporary_limits("prefill")
+    assert list(filled.values()) == [2 * layer, 2 * 512 * 2 * 14336 * 2]
     logits = sizes.temporary_limits("sample")
     assert list(logits.values()) == [5 * 64 * 128256 * 4]
     tied = dataclasses.replace(model, tie_embeddings=True)
@@ -152,6 +154,8 @@ def test_compiled_for_a_gpu_a_step_reads_weights_once_and_moves_no_cache():
     assert [fault[1] for fault in facts["faults"]] == ["calls of no_such_kernel"]
     decode = facts["programs"]["decode[64]"]
     assert decode["read_bytes"] == decode["floor_bytes"]
+    floor = decode["floor_bytes"] + decode["kv_bytes"]
+    assert 1 < decode["moved_bytes"] / floor < gpu_rules.MAX_TRAFFIC
     assert decode["mosaic"]["paged_decode"] == 2
     assert {kernel["name"] for kernel in facts["ptxas"]} == {
         "paged_decode", "paged_decode_merge", "paged_prefill",

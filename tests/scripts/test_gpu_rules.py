@@ -1,65 +1,11 @@
 """Each rule of the compile gate sees what was planted for it, and nothing else."""
 
 import pytest
+from hlo_step import LAYER, LIVE_ELEMENTS, STEP, W0_BYTES, module
 
 from headrace.scripts import gpu_compile, gpu_rules
 from headrace.scripts.hlo_flow import kernels, uses
 from headrace.scripts.hlo_text import parse_instruction, parse_module
-
-# A decode step of two layers as XLA writes it, shortened: D 8, F 16, 4 rows, 100 ids.
-STEP = """\
-HloModule jit_decode, is_scheduled=true
-
-%dots (p: bf16[4,8], q: bf16[32,8]) -> bf16[4,32] {
-  %p = bf16[4,8]{1,0} parameter(0)
-  %q = bf16[32,8]{1,0} parameter(1)
-  ROOT %d = bf16[4,32]{1,0} dot(%p, %q), lhs_contracting_dims={1}
-}
-
-%rows (t: bf16[100,8], i: s32[4]) -> bf16[4,8] {
-  %t = bf16[100,8]{1,0} parameter(0)
-  %i = s32[4]{0} parameter(1)
-  ROOT %g = bf16[4,8]{1,0} gather(%t, %i), slice_sizes={1,8}
-}
-
-%writes (k: bf16[2,5,2,16,4], u: bf16[4,32]) -> bf16[2,5,2,16,4] {
-  %k = bf16[2,5,2,16,4]{4,3,2,1,0} parameter(0)
-  %u = bf16[4,32]{1,0} parameter(1)
-  %b = bf16[4,2,4]{2,1,0} bitcast(%u)
-  ROOT %s = bf16[2,5,2,16,4]{4,3,2,1,0} scatter(%k, %b, %b), to_apply=%add
-}
-
-%cond (c: (s32[], bf16[32,8])) -> pred[] {
-  %c = (s32[], bf16[32,8]{1,0}) parameter(0)
-  %n = s32[] get-tuple-element(%c), index=0
-  ROOT %less = pred[] compare(%n, %n), direction=LT
-}
-
-%body (c: (s32[], bf16[32,8])) -> (s32[], bf16[32,8]) {
-  %c = (s32[], bf16[32,8]{1,0}) parameter(0)
-  %n = s32[] get-tuple-element(%c), index=0
-  %w = bf16[32,8]{1,0} get-tuple-element(%c), index=1
-  %sum = f32[8]{0} reduce(%w, %n), dimensions={0}, to_apply=%add
-  ROOT %again = (s32[], bf16[32,8]{1,0}) tuple(%n, %w)
-}
-
-ENTRY %main (a: bf16[100,8], b: bf16[32,8]) -> (bf16[4,32], bf16[2,5,2,16,4]) {
-  %table = bf16[100,8]{1,0} parameter(0), metadata={op_name="params['embedding']"}
-  %w0 = bf16[2,16,8]{2,1,0} parameter(1), metadata={op_name="params['layer_0']['w']"}
-  %pool = bf16[2,5,2,16,4]{4,3,2,1,0} parameter(2), metadata={op_name="kv_cache[0][0]"}
-  %ids = s32[4]{0} parameter(3), metadata={op_name="packed"}
-  %x = bf16[4,8]{1,0} fusion(%table, %ids), kind=kLoop, calls=%rows, metadata={op_name="jit(f)/gather"}
-  %flat = bf16[32,8]{1,0} bitcast(%w0)
-  %y0 = bf16[4,32]{1,0} fusion(%x, %flat), kind=kCustom, calls=%dots, metadata={op_name="jit(f)/layer_0/dot"}
-  %pool1 = bf16[2,5,2,16,4]{4,3,2,1,0} fusion(%pool, %y0), kind=kInput, calls=%writes, metadata={op_name="jit(f)/layer_1/scatter"}
-  %o = (bf16[4,32]{1,0}, /*index=1*/bf16[2,5,2,16,4]{4,3,2,1,0}) custom-call(%y0, %pool1), custom_call_target="mosaic_gpu_v2", output_to_operand_aliasing={{1}: (1, {})}, metadata={op_name="jit(f)/layer_1/paged_decode/mpmd_map"}, backend_config={kernel_hash = "\\\\A1\\\\22", module = "calls=%none ("}
-  %out = bf16[4,32]{1,0} get-tuple-element(%o), index=0
-PLANTED
-  %pool2 = bf16[2,5,2,16,4]{4,3,2,1,0} get-tuple-element(%o), index=1
-  ROOT %end = (bf16[4,32]{1,0}, bf16[2,5,2,16,4]{4,3,2,1,0}) tuple(%out, %pool2)
-}
-"""  # noqa: E501
-W0_BYTES, LIVE_ELEMENTS, LAYER = 2 * 16 * 8 * 2, 2 * 64 * 4, "metadata={op_name="
 
 LOG = """\
 ptxas info    : 0 bytes gmem
@@ -71,11 +17,6 @@ ptxas info    : Compiling entry function 'broken_mosaic_gpu_kernel' for 'sm_90a'
 """
 
 
-def module(*planted):
-    """The step with further lines in its entry computation."""
-    return parse_module(STEP.replace("PLANTED", "\n".join(f"  {p}" for p in planted)))
-
-
 def whats(faults):
     return [fault.what for fault in faults]
 
@@ -84,9 +25,8 @@ def test_a_sound_step_has_no_fault():
     step = module()
     assert gpu_rules.weight_copies(step) == []
     assert gpu_rules.kv_copies(step, LIVE_ELEMENTS) == []
-    assert gpu_rules.open_loops(step) == gpu_rules.wide_sorts(step) == []
+    assert gpu_rules.repeated_weights(step) == gpu_rules.wide_sorts(step) == []
     assert gpu_rules.lost_arguments(step, {"params": 2, "kv_cache": 1}) == []
-    assert gpu_rules.host_waits(step) == 0
 
 
 def test_weights_count_once_per_reader_and_tables_by_the_rows_taken():
@@ -158,12 +98,17 @@ def test_arguments_that_the_program_has_lost_are_told():
     assert faults == [("arrays of params in the program", 2, "exactly 3")]
 
 
-def test_loops_without_a_known_number_of_turns_are_found():
-    line = "%loop = (s32[]) while(%t), condition=%cond, body=%body"
-    counted = line + ', backend_config={"known_trip_count":{"n":"16"}}'
-    assert gpu_rules.open_loops(module(counted)) == []
-    (fault,) = gpu_rules.open_loops(module(line, line.replace("%loop", "%other")))
-    assert fault == ("loops whose length only the data tell: loop, other", 2, 0)
+def test_a_step_that_the_host_starts_in_pieces_is_found():
+    graph = "000: kCommandBuffer [source | sink]\n    001: kWhile [next=002]\n"
+    assert gpu_rules.host_returns(graph) == []
+    loop = "001: kWhile [source]\ncondition:\n        002: kCopy [source | sink]\n"
+    for thunks, value in (
+        (graph + loop, "CommandBuffer, While"),
+        (graph * 2, "CommandBuffer, CommandBuffer"),
+        ("", "none seen"),
+    ):
+        faults = gpu_rules.host_returns(thunks)
+        assert faults == [("starts by the host", value, "1 graph")]
 
 
 def test_sorts_of_the_vocabulary_are_found_and_small_ones_allowed():
@@ -186,17 +131,6 @@ def test_kernels_per_layer_leave_out_what_the_first_layer_does_for_all():
     assert gpu_rules.kernels_per_layer(module(*nameless), 2) == 3
     assert gpu_rules.many_kernels(14) == []
     assert gpu_rules.many_kernels(15) == [("kernels per layer", 15, 14)]
-
-
-def test_conditionals_around_loops_are_counted_and_others_not():
-    loop = "%loop = (s32[]) while(%t), condition=%cond, body=%body"
-    head = "%inner (p: s32[]) -> s32[] {\n  %p = s32[] parameter(0)\n"
-    inner = f"{head}  {loop}\n  ROOT %q = s32[] copy(%p)\n}}\n\nENTRY"
-    call = "%z = s32[] conditional(%ids, %ids), branch_computations={BRANCH}"
-    text = STEP.replace("ENTRY", inner, 1).replace("PLANTED", f"  {call}")
-    for branch, count in (("%inner", 1), ("%dots", 0)):
-        step = parse_module(text.replace("BRANCH", branch))
-        assert gpu_rules.host_waits(step) == count
 
 
 def test_spills_are_read_from_what_ptxas_prints():

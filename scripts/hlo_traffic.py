@@ -1,0 +1,80 @@
+"""Counts the bytes that an optimized program moves between memory and its kernels.
+
+Knows nothing of models and GPUs. Caches are left out: what one kernel writes and the
+next one reads counts twice, also where it fits into the L2.
+"""
+
+from collections.abc import Iterable
+
+from headrace.scripts.hlo_flow import as_callee, bytes_read, kernels, written_in_place
+from headrace.scripts.hlo_text import Computation, Instruction, Leaf, Module
+
+
+def moved_bytes(module: Module, *, elsewhere: Iterable[Leaf] = ()) -> int:
+    """Bytes that all kernels of a run read and write.
+
+    An operand counts once per kernel, of a gathered one what is gathered, and a weight
+    once for each pass (see `weight_passes`); of an array changed in place the changes.
+    Loops whose length only the data tell count as one turn.
+
+    Args:
+      module: the program.
+      elsewhere: arrays that count nothing where a custom call reads or passes them on,
+        since only its own code tells how much of them it reads.
+    """
+    skipped = set(elsewhere)
+    owner = {
+        id(instruction): computation
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+    }
+    return sum(
+        times * _of_kernel(module, owner[id(instruction)], instruction, skipped)
+        for instruction, times in kernels(module)
+    )
+
+
+def _of_kernel(
+    module: Module, computation: Computation, kernel: Instruction, skipped: set[Leaf]
+) -> int:
+    callee, passes = as_callee(module, kernel), weight_passes(kernel)
+    is_custom = kernel.opcode == "custom-call"
+    total = 0
+    for name in dict.fromkeys(kernel.operands):
+        leaves = computation.instructions[name].leaves
+        if len(leaves) != 1 or (is_custom and leaves[0] in skipped):
+            continue
+        places = [i for i, operand in enumerate(kernel.operands) if operand == name]
+        inner = [callee.parameters[i].name for i in places if i in callee.parameters]
+        read = max((bytes_read(callee, n, leaves[0]) for n in inner), default=0)
+        # The rows of a product pass through the caches, a weight is larger than they.
+        total += read * (passes if _is_weight(kernel, leaves[0]) else 1)
+    changed = written_in_place(callee) | {i: 0 for i, _ in kernel.aliases}
+    for i, leaf in enumerate(kernel.leaves):
+        if not (is_custom and leaf in skipped):
+            total += changed.get(i, leaf.num_bytes)
+    return total
+
+
+def _is_weight(kernel: Instruction, leaf: Leaf) -> bool:
+    return bool(kernel.tiles) and leaf.num_elements > kernel.leaves[0].num_elements
+
+
+def weight_passes(kernel: Instruction) -> int:
+    """How often a product of rows and a weight reads the weight: its tiles of rows.
+
+    Args:
+      kernel: one with an output of [rows, columns], or with partial sums in front of
+        them; others, and those without tiles, count as one pass.
+    """
+    if not kernel.tiles or "gemm" not in kernel.name:
+        return 1
+    dims, tile = kernel.leaves[0].dims[-2:], kernel.tiles[-2:]
+    # A weight has more columns than a step has rows.
+    rows, size = min(zip(dims, tile, strict=True))
+    return -(-rows // size)
+
+
+def most_passes(module: Module) -> int:
+    """The largest `weight_passes` of the program."""
+    return max((weight_passes(kernel) for kernel, _ in kernels(module)), default=1)

@@ -1,0 +1,44 @@
+"""Bytes that a compiled step moves, and how often it reads a weight, by hand."""
+
+from hlo_step import W0_BYTES, module
+
+from headrace.scripts import gpu_rules, hlo_traffic
+
+
+def test_bytes_moved_are_what_kernels_read_and_write():
+    step = module()
+    (pool,) = gpu_rules.program_arguments(step, "kv_cache")
+    # Gather: rows and ids, out; product; scatter: the changes alone; kernel.
+    base = (64 + 16 + 64) + (64 + W0_BYTES + 256) + (256 + 64) + (256 + 256)
+    assert hlo_traffic.moved_bytes(step, elsewhere=[pool.leaves[0]]) == base
+    pool_bytes = pool.leaves[0].num_bytes
+    assert hlo_traffic.moved_bytes(step) == base + pool_bytes
+    added = "%z = bf16[4,32]{1,0} add(%y0, %out)"
+    twice = hlo_traffic.moved_bytes(module(added), elsewhere=[pool.leaves[0]])
+    assert twice == base + 3 * 256
+
+
+def test_a_weight_counts_once_for_each_tile_of_rows():
+    tiles = '"fusion_backend_config":{"output_tiles":[{"sizes":["2","16"]}]}'
+    product = (
+        "%gemm = bf16[4,32]{1,0} fusion(%x, %flat), kind=kCustom, calls=%dots, "
+        f"backend_config={{{tiles}}}"
+    )
+    one = product.replace('"2","16"', '"4","16"')
+    assert gpu_rules.repeated_weights(module(one)) == []
+    faults = gpu_rules.repeated_weights(module(product))
+    assert faults == [("times gemm reads its weight", 2, 1)]
+    moved = [hlo_traffic.moved_bytes(module(line)) for line in (one, product)]
+    assert moved[1] - moved[0] == W0_BYTES
+    assert hlo_traffic.most_passes(module(product)) == 2
+    # Partial sums of three parts of K are no passes; without tiles nothing is known.
+    parts = product.replace("bf16[4,32]", "f32[3,4,32]").replace('"2"', '"1","4"')
+    assert hlo_traffic.most_passes(module(parts)) == 1
+    assert hlo_traffic.most_passes(module()) == 1
+
+
+def test_traffic_has_a_limit():
+    assert gpu_rules.heavy_traffic(105, 100) == []
+    assert gpu_rules.heavy_traffic(106, 100) == [
+        ("bytes moved over the floor", 1.06, 1.05)
+    ]
