@@ -4,6 +4,7 @@ Tried with jax 0.11.2 and 0.12.0.1. Importing this loads Mosaic GPU (half a seco
 only files of kernels do; `gpu_target.py` says which of them a machine can run.
 """
 
+import collections
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -57,6 +58,34 @@ def no_races() -> Iterator[None]:
     found = gpu_callbacks.get_races()
     if found is not None and found.races_found:
         raise RuntimeError("the kernel reads or writes memory without an order")
+
+
+@contextlib.contextmanager
+def counted_copies() -> Iterator[collections.Counter[tuple[int, ...]]]:
+    """Counts what interpreted kernels copy into shared memory: shape -> copies.
+
+    Kernels must be traced within it.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    counter: collections.Counter[tuple[int, ...]] = collections.Counter()
+    real = gpu_callbacks.copy_gmem_to_smem
+
+    def counting(**arguments: Any) -> Any:
+        key = gpu_callbacks.HostAllocationKey.from_array(
+            arguments["src_allocation_key_as_array"]
+        )
+        transforms = gpu_callbacks._remove_noop_transforms(arguments["src_transforms"])
+        memory = gpu_callbacks._get_shared_memory()
+        access = memory.access(key, jax.tree.map(int, transforms))
+        counter[tuple(size for size in access.shape if size != 1)] += 1
+        return real(**arguments)
+
+    gpu_callbacks.copy_gmem_to_smem = counting
+    try:
+        yield counter
+    finally:
+        gpu_callbacks.copy_gmem_to_smem = real
 
 
 def reset_interpreter() -> None:

@@ -123,7 +123,7 @@ class Gate:
         if kind != "sample":
             per_layer = gpu_rules.kernels_per_layer(module, sizes.model.num_layers)
             pools = gpu_rules.program_arguments(module, "kv_cache")
-            moved_bytes = kv_bytes + hlo_traffic.moved_bytes(
+            moved_bytes = sizes.loaded_kv_bytes(kind) + hlo_traffic.moved_bytes(
                 module, elsewhere={pool.leaves[0] for pool in pools}
             )
         has_kernels = any("paged" in name for name in mosaic)
@@ -222,8 +222,8 @@ def run() -> int:
         f"{target.name}, jax {jax.__version__}, {FLAGS.config} with {model.num_layers} "
         f"layers, {sizes.rows} rows of {sizes.context} tokens, chunk of {sizes.chunk}\n"
         "MB. read: of weights (sample: logits), counted in the program; KV: computed, "
-        "live tokens; moved: all that kernels read and write, KV included; us: a "
-        f"model, bytes over {target.bytes_per_s / 1e12:.2f} TB/s\n"
+        "live tokens; moved: all that kernels read and write, with the KV that they "
+        f"load; us: a model, bytes over {target.bytes_per_s / 1e12:.2f} TB/s\n"
     )
     for key, program in step_programs(sizes, engine).items():
         gate.add(program_name(key), key[0], program)

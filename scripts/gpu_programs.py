@@ -59,6 +59,16 @@ class StepSizes:
 
         return self.live_tokens(kind) * page_bytes(self.model, 1, _DTYPE)
 
+    def loaded_kv_bytes(self, kind: str) -> int:
+        """What the Mosaic kernels load of the pages; those of a chunk, also from L2."""
+        from headrace.engine.memory_sizes import page_bytes
+        from headrace.pallas_kernels.paged_attention.api import loaded_keys
+
+        rows, tokens = {"decode": (self.rows, 1), "prefill": (1, self.chunk)}[kind]
+        model = self.model
+        keys = loaded_keys(tokens, model.group_size, model.head_dim, self.context)
+        return rows * keys * page_bytes(model, 1, _DTYPE)
+
     def floor_bytes(self, kind: str) -> int:
         """Least that a program reads of weights: each once, of a table the rows needed.
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from headrace.pallas_kernels.gpu_target import gpu_capability
 from headrace.pallas_kernels.paged_attention import cpu, tuning
+from headrace.pallas_kernels.paged_attention.loads import loaded_keys
 from headrace.pallas_kernels.paged_attention.options import (
     AttentionArrays,
     AttentionOptions,
@@ -26,6 +27,7 @@ from headrace.pallas_kernels.paged_attention.xla import (
     paged_attention_xla,
 )
 
+__all__ = ["Implementation", "cpu_identity", "loaded_keys", "paged_attention"]
 logger = logging.getLogger(__name__)
 
 Implementation = Literal["mosaic_gpu", "cpu", "xla"]

@@ -24,6 +24,7 @@ from headrace.pallas_kernels.paged_attention import (
     mosaic_gpu_decode,
     tuning,
 )
+from headrace.pallas_kernels.paged_attention.loads import loaded_keys
 from headrace.pallas_kernels.paged_attention.mosaic_gpu_decode import (
     paged_decode_mosaic,
 )
@@ -143,6 +144,26 @@ def test_splits_without_keys_are_neither_written_nor_read():
     live = mosaic_gpu.live_splits(arrays, case.options, TWO_SLOTS.split)
     assert live.tolist() == [[1, 3], [0, 1]]
     assert relative_error(run(case), case.truth()) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(context_lens=[0, 1, 64, 65, 300], G=2, C=16, M=20, K=2),
+        dict(context_lens=[300, 70], T=3, G=2, C=32, M=10, window=100),
+    ],
+    ids=str,
+)
+def test_pages_are_loaded_as_often_as_the_compile_gate_counts(options):
+    case = make_case(**options)
+    with compat.counted_copies() as copies:
+        run(case)
+    _, T, K, G, H = case.q_BTKGH.shape
+    keys = sum(
+        loaded_keys(T, G, H, length, window=case.options.window)
+        for length in options["context_lens"]
+    )
+    assert copies[options["C"], H] == 2 * K * keys // options["C"] > 0
 
 
 # One mistake each in how warpgroups wait for each other; `to` replaces `what`.

@@ -16,6 +16,7 @@ from paged_cases import LAYER, Case, interpreted, on_device, relative_error
 
 from headrace.pallas_kernels import compat
 from headrace.pallas_kernels.paged_attention import mosaic_gpu_prefill
+from headrace.pallas_kernels.paged_attention.loads import loaded_keys
 from headrace.pallas_kernels.paged_attention.mosaic_gpu_prefill import (
     PrefillTuning,
     prefill_tuning,
@@ -149,6 +150,21 @@ def test_bits_of_a_query_depend_on_no_chunk():
     arrays = whole.arrays._replace(positions_BT=whole.arrays.positions_BT[:, 37:])
     rest = dataclasses.replace(whole, q_BTKGH=whole.q_BTKGH[:, 37:], arrays=arrays)
     assert np.array_equal(_run(rest), out[:, 37:])
+
+
+@pytest.mark.parametrize(
+    "chunk, options",
+    [((250, 200), dict(T=200, G=3, C=32)), ((320, 70), dict(T=70, G=4, window=60))],
+    ids=str,
+)
+def test_pages_are_loaded_as_often_as_the_compile_gate_counts(chunk, options):
+    case = _case([chunk], **options)
+    with compat.counted_copies() as copies:
+        _run(case, prefill_tuning(64))
+    _, T, K, G, H = case.q_BTKGH.shape
+    C = case.pools[0].shape[3]
+    keys = loaded_keys(T, G, H, sum(chunk), window=case.options.window)
+    assert copies[C, H] == 2 * K * keys // C > 0
 
 
 def test_a_page_outside_the_pool_is_read_as_page_0():

@@ -98,6 +98,11 @@ def test_bytes_that_a_step_must_move_follow_from_the_model():
     assert sizes.kv_bytes("decode") == 64 * 1024 * token
     assert sizes.kv_bytes("prefill") == 1024 * token
     assert sizes.kv_bytes("sample") == 0
+    # Kernels load whole tiles: 1,000 tokens are as many as 1,024; of a chunk every pair
+    # of 64 queries of a head loads for itself, the last of 16 all 1,024.
+    shorter = dataclasses.replace(sizes, context=1000)
+    assert shorter.loaded_kv_bytes("decode") == sizes.kv_bytes("decode")
+    assert sizes.loaded_kv_bytes("prefill") > 8 * 1024 * token
     limits = sizes.temporary_limits("decode")
     assert list(limits.values()) == [2 * layer, 64 * 1024 * token // 2, 64_000_000]
     filled = sizes.temporary_limits("prefill")
