@@ -221,6 +221,7 @@ struct Call {
     block.page_size = C, block.first = first, block.num_keys = num_keys;
     for (int j = 0; j * C < num_keys; ++j) {
       int64_t page = table_BM[static_cast<int64_t>(b) * M + first / C + j];
+      if (page < 0 || page >= P) page = 0;  // never outside the pool
       int64_t at = ((static_cast<int64_t>(layer) * P + page) * K + k) * C * H;
       block.k_pages[j] = k_LPKCH + at, block.v_pages[j] = v_LPKCH + at;
     }

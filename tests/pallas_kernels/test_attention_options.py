@@ -50,6 +50,28 @@ def test_plain_xla_equals_the_truth_with_every_option(data):
     assert np.abs(out - truth).max() <= 1e-5 * max(1, np.abs(truth).max())
 
 
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_a_page_outside_the_pool_is_read_as_page_0(implementation):
+    case = make_case([40, 33], M=3)
+    pools = [np.nan_to_num(pool.astype(np.float32), nan=0.5) for pool in case.pools]
+    found = []
+    for page in (0, -1, pools[0].shape[1], 2**31 - 1, -(2**31)):
+        table_BM = case.arrays.page_table_BM.copy()
+        table_BM[:, 1] = page
+        found.append(
+            api.paged_attention(
+                jnp.asarray(case.q_BTKGH, jnp.float32),
+                tuple(map(jnp.asarray, pools)),
+                LAYER,
+                page_table_BM=jnp.asarray(table_BM),
+                positions_BT=jnp.asarray(case.arrays.positions_BT),
+                context_len_B=jnp.asarray(case.arrays.context_len_B),
+                implementation=implementation,
+            )
+        )
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
 def test_each_option_changes_the_output():
     """Else the test before could not tell that one is ignored."""
     base = make_case([120, 90], T=4, H=32, C=32)
