@@ -19,8 +19,8 @@ def moved_bytes(module: Module, *, elsewhere: Iterable[Leaf] = ()) -> int:
 
     Args:
       module: the program.
-      elsewhere: arrays that count nothing where a custom call reads or passes them on,
-        since only its own code tells how much of them it reads.
+      elsewhere: arrays that count nothing where a custom call reads them, since only
+        its own code tells how much.
     """
     skipped = set(elsewhere)
     owner = {
@@ -50,10 +50,8 @@ def _of_kernel(
         # The rows of a product pass through the caches, a weight is larger than they.
         total += read * (passes if _is_weight(kernel, leaves[0]) else 1)
     changed = written_in_place(callee) | {i: 0 for i, _ in kernel.aliases}
-    for i, leaf in enumerate(kernel.leaves):
-        if not (is_custom and leaf in skipped):
-            total += changed.get(i, leaf.num_bytes)
-    return total
+    written = (changed.get(i, x.num_bytes) for i, x in enumerate(kernel.leaves))
+    return total + sum(written)
 
 
 def _is_weight(kernel: Instruction, leaf: Leaf) -> bool:
