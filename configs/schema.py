@@ -158,7 +158,9 @@ class EngineConfig(_FromMapping):
       max_context_len: longest request in tokens, prompt and output together.
       page_size: tokens per KV page (C); divides 128.
       num_pages: pages in the pool, dummy page 0 included.
-      memory_fraction: share of the free memory that weights and pool may take.
+      memory_fraction: share of the free memory for everything together: weights,
+        pool, logits, temporaries. On a GPU free is what XLA reserved when it started,
+        three quarters of the card unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
       num_slots: requests that decode together (rows of the largest decode bucket).
       decode_batch_sizes: ascending buckets; the last equals `num_slots`.
       prefill_shapes: (rows, tokens) buckets of one prefill call, ascending.

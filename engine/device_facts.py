@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import psutil
 
 from headrace.engine.sizing import DeviceFacts
+from headrace.pallas_kernels.gpu_target import gpu_capability
 
 
 def device_facts() -> DeviceFacts:
@@ -19,6 +20,7 @@ def device_facts() -> DeviceFacts:
             platform=device.platform,
             free_bytes=free,
             host_free_bytes=psutil.virtual_memory().available,
+            capability=gpu_capability(),
         )
     free = psutil.virtual_memory().available
     return DeviceFacts(platform=device.platform, free_bytes=free)

@@ -101,6 +101,8 @@ class LLM:
         params = place_params(checkpoint.params, resolved.param_dtype)
         runner = ModelRunner(checkpoint.config, resolved, params, store=store)
         runner.compile_all()
+        memory = runner.ledger.memory_facts()
+        sizing.check_compiled(checkpoint.config, resolved, facts, memory)
         stored = store.load_facts() or {}
         self.engine_config = warm_up(runner, stored.get("classes"))
         found = runner.ledger.facts_to_store(stored)

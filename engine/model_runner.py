@@ -18,6 +18,7 @@ from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.batch import StepPlan
 from headrace.engine.ledger import Ledger, LedgerEntry
 from headrace.engine.logprobs import TokenScores
+from headrace.engine.packed_layout import layout_of
 from headrace.engine.page_moves import (
     PAGES_PER_MOVE,
     HostPages,
@@ -33,7 +34,6 @@ from headrace.engine.programs import (
     Program,
     ProgramKey,
     describe,
-    layout_of,
     num_mask_words,
     program_keys,
     program_name,

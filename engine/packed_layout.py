@@ -126,3 +126,17 @@ class PackedLayout:
         """[rows, tokens] prefill tokens of a call of that shape."""
         flat = packed[self.tokens_start : self.tokens_start + rows * tokens]
         return flat.reshape(rows, tokens)
+
+
+def layout_of(config: EngineConfig) -> PackedLayout:
+    """The packed layout that a resolved config asks for."""
+    shapes = config.prefill_shapes
+    assert config.num_slots and config.max_context_len and shapes
+    return PackedLayout(
+        num_slots=config.num_slots,
+        page_size=config.page_size,
+        max_rows=num_packed_rows(config),
+        max_stop_ids=config.max_stop_ids,
+        pages_per_request=-(-config.max_context_len // config.page_size),
+        max_tokens=max(rows * tokens for rows, tokens in shapes),
+    )

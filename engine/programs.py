@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from headrace.configs.schema import EngineConfig
 from headrace.engine import page_moves, steps
 from headrace.engine.logprobs import TokenScores
-from headrace.engine.packed_layout import PackedLayout, num_packed_rows
+from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.page_moves import PAGES_PER_MOVE
 from headrace.engine.processors import Extras, set_extras
 from headrace.engine.sample_step import StepOutput, sample
@@ -89,20 +89,6 @@ def program_keys(config: EngineConfig, *, can_move: bool) -> list[ProgramKey]:
         ("extras",),
         *((kind, PAGES_PER_MOVE) for kind in moves),
     ]
-
-
-def layout_of(config: EngineConfig) -> PackedLayout:
-    """The packed layout that a resolved config asks for."""
-    shapes = config.prefill_shapes
-    assert config.num_slots and config.max_context_len and shapes
-    return PackedLayout(
-        num_slots=config.num_slots,
-        page_size=config.page_size,
-        max_rows=num_packed_rows(config),
-        max_stop_ids=config.max_stop_ids,
-        pages_per_request=-(-config.max_context_len // config.page_size),
-        max_tokens=max(rows * tokens for rows, tokens in shapes),
-    )
 
 
 def describe(

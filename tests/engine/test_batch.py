@@ -6,7 +6,7 @@ import pytest
 
 from headrace.engine.batch import plan_step
 from headrace.engine.new_request import make_request
-from headrace.engine.programs import layout_of
+from headrace.engine.packed_layout import layout_of
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.schedule import PrefillChunk, RowNeeds, Schedule
 from headrace.engine.slots import apply_packed, empty_slots

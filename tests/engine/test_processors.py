@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headrace import SamplingParams
 from headrace.engine.new_request import make_request
+from headrace.engine.packed_layout import layout_of
 from headrace.engine.processors import (
     count_tokens,
     empty_extras,
@@ -17,7 +18,6 @@ from headrace.engine.processors import (
     process,
     set_extras,
 )
-from headrace.engine.programs import layout_of
 from headrace.engine.slots import empty_slots
 from headrace.engine.text_rules import TokenRules
 

@@ -8,12 +8,18 @@ from hypothesis import strategies as st
 
 from headrace.checkpoints.synthetic import synthetic_checkpoint
 from headrace.configs import EngineConfig, load_config, parse_config
-from headrace.engine.sizing import DeviceFacts, num_params, page_bytes, resolve
+from headrace.engine.memory_sizes import num_params, page_bytes
+from headrace.engine.sizing import DeviceFacts, nearest, plan_of, resolve
 
 SMOL = parse_config(load_config("smollm2_135m"))[0]
 LLAMA_8B = parse_config(load_config("llama3_1_8b"))[0]
 CPU = DeviceFacts(platform="cpu", free_bytes=16 * 2**30)
-H200 = DeviceFacts(platform="gpu", free_bytes=140 * 10**9, host_free_bytes=1000 * 10**9)
+H200 = DeviceFacts(
+    platform="gpu",
+    free_bytes=140 * 10**9,
+    host_free_bytes=1000 * 10**9,
+    capability=(9, 0),
+)
 
 
 def test_published_parameter_counts_come_out():
@@ -49,10 +55,13 @@ def test_zero_flags_give_a_whole_config_that_fits(model, device):
 
 
 def test_what_cannot_fit_is_refused_with_the_bytes():
-    small = DeviceFacts(platform="gpu", free_bytes=17 * 10**9)
+    small = DeviceFacts(platform="gpu", free_bytes=25 * 10**9)
     with pytest.raises(ValueError, match="lower max_context_len"):
         resolve(LLAMA_8B, EngineConfig(), small)
-    with pytest.raises(ValueError, match="num_pages 100000 needs"):
+    less = DeviceFacts(platform="gpu", free_bytes=17 * 10**9)
+    with pytest.raises(ValueError, match="weights alone need 2 such devices"):
+        resolve(LLAMA_8B, EngineConfig(), less)
+    with pytest.raises(ValueError, match="num_pages 100000 needs .* pages fit"):
         resolve(SMOL, EngineConfig(num_pages=100_000), CPU)
 
 
@@ -87,8 +96,8 @@ def test_a_little_more_free_memory_gives_the_same_pool():
         free = int(gigabytes * 10**9)
         return _num_pages(model, DeviceFacts(platform=platform, free_bytes=free))
 
-    assert pages(SMOL, "cpu", 4.100) == pages(SMOL, "cpu", 4.104) == 480
-    assert pages(LLAMA_8B, "gpu", 80.2) == pages(LLAMA_8B, "gpu", 80.4) == 6400
+    assert pages(SMOL, "cpu", 4.200) == pages(SMOL, "cpu", 4.204) == 480
+    assert pages(LLAMA_8B, "gpu", 80.2) == pages(LLAMA_8B, "gpu", 80.4) == 6144
 
 
 @settings(max_examples=50, deadline=None)
@@ -97,9 +106,7 @@ def test_rounding_costs_at_most_a_sixteenth_and_keeps_room_for_a_request(context
     """The pool fits, holds one request, and wastes no more than it says."""
     device = DeviceFacts(platform="gpu", free_bytes=free)
     config = resolve(SMOL, EngineConfig(max_context_len=context), device)
-    size = page_bytes(SMOL, config.page_size, config.kv_dtype)
-    weights, logits = 2 * num_params(SMOL), config.num_slots * SMOL.vocab_size * 4
-    fitting = (int(free * config.memory_fraction) - weights - 5 * logits) // size
+    fitting = plan_of(SMOL, config, device).fitting_pages
     per_request = -(-context // config.page_size)
     enough = config.num_slots * per_request + 1
     assert per_request + 1 <= config.num_pages <= min(fitting, enough)
@@ -107,14 +114,18 @@ def test_rounding_costs_at_most_a_sixteenth_and_keeps_room_for_a_request(context
 
 
 def test_a_pool_of_exactly_one_request_is_not_rounded_away():
-    size = page_bytes(SMOL, 64, "bfloat16")
-    logits, context = 256 * SMOL.vocab_size * 4, 64 * 100
-    need = 2 * num_params(SMOL) + 5 * logits + 101 * size
-    sizes = {"max_context_len": context, "memory_fraction": 1.0}
+    sizes = {"max_context_len": 64 * 100, "memory_fraction": 1.0}
+    ample = DeviceFacts(platform="gpu", free_bytes=10**12)
+    plan = plan_of(SMOL, resolve(SMOL, EngineConfig(**sizes), ample), ample)
+    need = plan.fixed_bytes + 101 * page_bytes(SMOL, 64, "bfloat16")
     fits = DeviceFacts(platform="gpu", free_bytes=need)
     assert _num_pages(SMOL, fits, **sizes) == 101
+    less = DeviceFacts(platform="gpu", free_bytes=need - 1)
     with pytest.raises(ValueError, match="needs 101 pages .* only 100 fit"):
-        _num_pages(SMOL, DeviceFacts(platform="gpu", free_bytes=need - 1), **sizes)
+        _num_pages(SMOL, less, **sizes)
+    # What it offers is a page less.
+    assert nearest(SMOL, EngineConfig(**sizes), less).max_context_len == 64 * 99
+    assert _num_pages(SMOL, less, **sizes | {"max_context_len": 64 * 99}) == 100
 
 
 def test_ample_memory_lets_every_slot_hold_a_whole_context():

@@ -1,0 +1,214 @@
+"""Bytes of everything that an engine keeps on its device, from shapes alone.
+
+Arrays are counted exactly (tests hold them to what jax allocates). Temporaries of the
+compiled programs are an upper bound: the pool is sized, and with it all programs get
+their shapes, before anything is compiled. memory_plan.py adds up.
+"""
+
+from typing import Literal
+
+from headrace.configs.schema import KEY_BLOCK, EngineConfig, ModelConfig
+from headrace.engine.packed_layout import layout_of
+from headrace.engine.request import MAX_BAD_WORD_LEN
+from headrace.engine.sampling_params import TOP_ON_DEVICE, num_top
+
+# Who attends, which decides what is in memory meanwhile.
+Attention = Literal["cpu", "xla", "kernels"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+# Of slots.SlotState: words and flags of a row beside its stop ids and page table.
+_SLOT_WORDS, _SLOT_FLAGS = 14, 2
+# A step is dispatched while the one before runs.
+_STEPS_IN_FLIGHT = 2
+# Of the estimate. The decode kernel keeps partial results of each split of so many
+# keys, for tiles of at least 8 query rows; it takes these shapes.
+SPLIT_KEYS, _SPLIT_ROWS = 512, 8
+KERNEL_HEAD_DIMS, KERNEL_GROUP = (64, 128, 256), 32
+# Arrays like the logits: of sampling (noise, scores, weights, masks), of scoring, and
+# of the head while a prompt is filled. Compiled programs show as many, rounded up.
+_SAMPLE_ARRAYS, _SCORE_ARRAYS, _HEAD_ARRAYS = 5, 2, 3
+_HEAD_ROWS, _SCORE_ROWS = 8, 64  # of steps.py
+_PAGES_PER_MOVE = 8  # of page_moves.py
+_CPU_GROUP = 8  # decode rows that plain XLA attention takes together on a CPU
+_SLACK_BYTES = 2**16
+
+
+def num_params(model: ModelConfig) -> int:
+    """Parameters of the model, tied ones counted once."""
+    D, F, H = model.model_dim, model.ffw_dim, model.head_dim
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * H * D
+    layer = qkv + D * model.num_heads * H + 3 * F * D + 2 * D
+    tables = (1 if model.tie_embeddings else 2) * model.vocab_size * D
+    return model.num_layers * layer + tables + D
+
+
+def page_bytes(model: ModelConfig, page_size: int, kv_dtype: str) -> int:
+    """Bytes of one page, keys and values of all layers."""
+    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    return token * page_size * DTYPE_BYTES[kv_dtype]
+
+
+def page_bytes_of(model: ModelConfig, config: EngineConfig) -> int:
+    """The same, of a config whose storage types are resolved."""
+    assert config.kv_dtype
+    return page_bytes(model, config.page_size, config.kv_dtype)
+
+
+def pages_per_request(config: EngineConfig) -> int:
+    """Pages of a request of `max_context_len` tokens."""
+    assert config.max_context_len
+    return -(-config.max_context_len // config.page_size)
+
+
+def num_host_pages(model: ModelConfig, config: EngineConfig) -> int:
+    """Pages of preempted requests that the host has room for."""
+    return (config.host_kv_bytes or 0) // page_bytes_of(model, config)
+
+
+def state_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Logits, slots, counts and biases, and the mask that allows all.
+
+    Args:
+      model: its shapes.
+      config: resolved, but for the number of pages.
+    """
+    assert config.num_slots
+    slots = config.num_slots * _slot_bytes(config)
+    extras = config.num_slots * _extras_bytes(model, config)
+    return config.num_slots * (_logits_bytes(model) + _mask_bytes(model)) + (
+        slots + extras
+    )
+
+
+def step_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Arguments and results of the steps in flight: what changes hands each step.
+
+    A packed array, a mask of grammars, requests' counts and biases, tokens with their
+    log-probabilities, and pages that move to the host or back.
+
+    Args:
+      model: its shapes.
+      config: resolved, but for the number of pages.
+    """
+    assert config.num_slots
+    layout, top = layout_of(config), num_top(config.max_logprobs)
+    scores = 3 * 4 + top * (4 + 4)
+    row = _mask_bytes(model) + 2 * 4 + scores
+    if not 0 <= config.max_logprobs <= TOP_ON_DEVICE:
+        row += _logits_bytes(model)
+    step = 4 * layout.size + config.num_slots * row
+    step += layout.max_rows * _extras_bytes(model, config)
+    if config.scoring:
+        step += layout.max_tokens * scores
+    if num_host_pages(model, config):
+        step += _PAGES_PER_MOVE * page_bytes_of(model, config)
+    return _STEPS_IN_FLIGHT * step
+
+
+def temp_bytes_bound(
+    model: ModelConfig, config: EngineConfig, attention: Attention
+) -> int:
+    """Upper bound of the temporaries of any program; they run one at a time.
+
+    Args:
+      model: its shapes.
+      config: resolved, but for the number of pages.
+      attention: who attends.
+    """
+    assert config.num_slots and config.prefill_shapes
+    keys: list[tuple] = [
+        ("decode", config.num_slots),
+        *(("prefill", shape) for shape in config.prefill_shapes),
+        *(("score", shape) for shape in config.prefill_shapes if config.scoring),
+        ("sample", "full", config.num_slots),
+        ("copy", _PAGES_PER_MOVE),
+    ]
+    return max(program_temp_bytes(key, model, config, attention) for key in keys)
+
+
+def program_temp_bytes(
+    key: tuple, model: ModelConfig, config: EngineConfig, attention: Attention
+) -> int:
+    """Upper bound of the temporaries of one program.
+
+    Args:
+      key: of `programs.program_keys`.
+      model: its shapes.
+      config: resolved, but for the number of pages.
+      attention: who attends.
+    """
+    assert config.num_slots
+    kind, slots = key[0], 2 * config.num_slots * _slot_bytes(config) + _SLACK_BYTES
+    if kind in ("copy", "save", "load"):
+        return _PAGES_PER_MOVE * page_bytes_of(model, config) + _SLACK_BYTES
+    if kind in ("extras", "logits"):
+        return _SLACK_BYTES
+    logits = _logits_bytes(model)
+    if kind == "sample":
+        # The bucket's own rows are a slice of the logits.
+        arrays = 1 if key[1] == "greedy" else _SAMPLE_ARRAYS
+        return arrays * key[2] * logits + slots
+    rows, tokens = (key[1], 1) if kind == "decode" else key[1]
+    moving = rows * tokens * _token_bytes(model, config)
+    moving += _attention_bytes(model, config, attention, (rows, tokens))
+    if kind == "decode":
+        return moving + rows * logits + slots
+    head = _HEAD_ARRAYS * max(rows, _HEAD_ROWS) * logits
+    if kind == "score":
+        head += _SCORE_ARRAYS * _SCORE_ROWS * logits
+        head += rows * tokens * model.model_dim * 4
+    return moving + head + slots
+
+
+def _token_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Activations of a token within a layer: the MLP's, or those around attention."""
+    assert config.param_dtype
+    N, K, H = model.num_heads, model.num_kv_heads, model.head_dim
+    widest = max(3 * model.ffw_dim, (N + 2 * K) * H + 2 * N * H)
+    return (4 * model.model_dim + widest) * DTYPE_BYTES[config.param_dtype]
+
+
+def _attention_bytes(
+    model: ModelConfig,
+    config: EngineConfig,
+    attention: Attention,
+    shape: tuple[int, int],
+) -> int:
+    """Blocks and scores of plain XLA, or the splits of a decode kernel."""
+    rows, tokens = shape
+    N, K, H = model.num_heads, model.num_kv_heads, model.head_dim
+    if attention == "kernels" and _kernels_serve(model, config):
+        keys = pages_per_request(config) * config.page_size
+        group = -(-model.group_size // _SPLIT_ROWS) * _SPLIT_ROWS
+        splits = -(-keys // SPLIT_KEYS) * rows * K * group * (H + 1) * 4
+        return splits if tokens == 1 else 0
+    together = min(rows, _CPU_GROUP) if attention == "cpu" else rows
+    gathered = 3 * together * K * KEY_BLOCK * H * 4
+    return gathered + 3 * rows * tokens * N * (KEY_BLOCK + H) * 4
+
+
+def _kernels_serve(model: ModelConfig, config: EngineConfig) -> bool:
+    """Whether the kernels take these shapes and types; else plain XLA does."""
+    is_narrow = config.param_dtype == config.kv_dtype == "bfloat16"
+    fits = model.head_dim in KERNEL_HEAD_DIMS and model.group_size <= KERNEL_GROUP
+    return is_narrow and fits
+
+
+def _logits_bytes(model: ModelConfig) -> int:
+    return 4 * model.vocab_size
+
+
+def _mask_bytes(model: ModelConfig) -> int:
+    return 4 * -(-model.vocab_size // 32)
+
+
+def _slot_bytes(config: EngineConfig) -> int:
+    words = _SLOT_WORDS + config.max_stop_ids + pages_per_request(config)
+    return 4 * words + _SLOT_FLAGS
+
+
+def _extras_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """A row of counts, biases, forbidden sequences and the tokens before."""
+    bad = config.max_bad_words * MAX_BAD_WORD_LEN
+    return 4 * (2 * model.vocab_size + bad + MAX_BAD_WORD_LEN - 1)
