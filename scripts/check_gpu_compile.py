@@ -17,6 +17,7 @@ from absl import app, flags
 
 from headrace.scripts import engine_flags, gpu_compile, gpu_rules, hlo_traffic
 from headrace.scripts.gpu_compile import Compiled, PtxasKernel, Target
+from headrace.scripts.gpu_kernels import kernel_programs
 from headrace.scripts.gpu_programs import StepSizes, step_programs
 from headrace.scripts.gpu_rules import Fault
 from headrace.scripts.hlo_flow import kernels
@@ -36,6 +37,9 @@ flags.DEFINE_integer("context", 1024, "Tokens that each of them holds.", lower_b
 flags.DEFINE_integer("chunk", 512, "Prompt tokens of a prefill call.", lower_bound=8)
 flags.DEFINE_multi_string(
     "expect_kernel", [], "Fails if no program calls it in each layer. May be repeated."
+)
+flags.DEFINE_bool(
+    "kernels", False, "Instead of steps every kernel at every tuned shape, alone."
 )
 
 
@@ -73,11 +77,15 @@ class Gate:
         self.ptxas += seen
         for kernel, instructions in calls.items():
             self._calls[kernel] += instructions
+        faults = [*gpu_rules.spills(seen), *gpu_rules.serialized(compiled.log)]
+        if kind == "kernel":
+            said = ", ".join(f"{k.name} {k.registers} registers" for k in seen)
+            print(f"{name}: {said or 'seen before'}")
+            self.faults += [(name, fault) for fault in faults]
+            return
         facts = self._facts(compiled, module, kind)
         self.programs[name] = facts
-        faults = [
-            *gpu_rules.spills(seen),
-            *gpu_rules.serialized(compiled.log),
+        faults += [
             *gpu_rules.host_returns(compiled.thunks),
             *gpu_rules.wide_sorts(module),
             *gpu_rules.large_temporary(
@@ -225,8 +233,12 @@ def run() -> int:
         "live tokens; moved: all that kernels read and write, with the KV that they "
         f"load; us: a model, bytes over {target.bytes_per_s / 1e12:.2f} TB/s\n"
     )
-    for key, program in step_programs(sizes, engine).items():
-        gate.add(program_name(key), key[0], program)
+    if FLAGS.kernels:
+        for name, program in kernel_programs().items():
+            gate.add(name, "kernel", program)
+    else:
+        for key, program in step_programs(sizes, engine).items():
+            gate.add(program_name(key), key[0], program)
     gate.finish(FLAGS.expect_kernel)
     print(gate.table())
     print("".join(f"{fault.line(name)}\n" for name, fault in gate.faults), end="")

@@ -22,12 +22,16 @@ from headrace.pallas_kernels.paged_attention.options import (
     AttentionOptions,
     Pools,
 )
+from headrace.pallas_kernels.paged_attention.tuning import KernelShape, tuned_shapes
 from headrace.pallas_kernels.paged_attention.xla import (
     KEY_BLOCK,
     paged_attention_xla,
 )
 
-__all__ = ["Implementation", "cpu_identity", "loaded_keys", "paged_attention"]
+__all__ = [
+    "Implementation", "KernelShape", "cpu_identity", "loaded_keys", "paged_attention",
+    "tuned_shapes",
+]  # fmt: skip
 logger = logging.getLogger(__name__)
 
 Implementation = Literal["mosaic_gpu", "cpu", "xla"]
@@ -91,7 +95,7 @@ def paged_attention(
         return _forced(implementation, interpret)(q_BTKGH, **rest)
     choices = {}
     if (capability := gpu_capability()) is not None:
-        reason = tuning.refusal(q_BTKGH, pools, arrays, capability)
+        reason = tuning.refusal(q_BTKGH, pools, arrays, options, capability)
         if reason is None:
             choices["cuda"] = functools.partial(_mosaic_gpu, **rest)
         else:

@@ -18,6 +18,8 @@ def loaded_keys(
     context_len: int,
     *,
     window: int | None = None,
+    is_narrow: bool = False,
+    has_cap: bool = False,
 ) -> int:
     """Keys of one kv head that a call loads for one row, and as many values.
 
@@ -30,9 +32,13 @@ def loaded_keys(
       head_dim: their size.
       context_len: keys that the row holds.
       window: keys that a query sees.
+      is_narrow: pools have 8 bits.
+      has_cap: scores have a soft cap.
     """
     start = max(context_len - num_tokens, 0)
-    if tuning.is_decode(num_tokens, group, head_dim):
+    if tuning.is_decode(
+        num_tokens, group, head_dim, is_narrow=is_narrow, has_cap=has_cap
+    ):
         return _keys(start, context_len, tuning.TILE, window)
     size = tuning.prefill_tuning(head_dim).keys
     units = -(-num_tokens // _QUERIES) * group

@@ -35,11 +35,16 @@ def paged_attention_mosaic(
     Raises:
       NotImplementedError: not served; see `tuning.refusal`.
     """
-    reason = tuning.refusal(q_BTKGH, pools, arrays, tuning.CAPABILITY)
+    reason = tuning.refusal(q_BTKGH, pools, arrays, options, tuning.CAPABILITY)
     if reason is not None:
         raise NotImplementedError(f"no kernel for {reason}")
     _, T, _, G, H = q_BTKGH.shape
-    serve = _decode if tuning.is_decode(T, G, H) else paged_prefill_mosaic
+    is_decode = tuning.is_decode(
+        T, G, H,
+        is_narrow=pools[0].dtype.itemsize == 1,
+        has_cap=options.soft_cap is not None,
+    )  # fmt: skip
+    serve = _decode if is_decode else paged_prefill_mosaic
     return serve(q_BTKGH, pools, layer, arrays, options, interpret=interpret)
 
 

@@ -5,13 +5,14 @@ flight. `scripts/gpu_selfcheck.py` is for measuring.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 # wgmma exists here and nowhere else: other GPUs take plain XLA.
 CAPABILITY = (9, 0)
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)
-# Query rows of one kv head, by head dim: wgmma's narrow side, as far as nothing spills.
+# Query rows of one kv head, by head dim: wgmma's narrow side.
 MAX_DECODE_ROWS = {64: 64, 128: 64, 256: 32}
 MAX_DECODE_TOKENS = 8
 # Keys of one split: fixed, so that no bit depends on the batch.
@@ -67,14 +68,32 @@ def prefill_tuning(head_dim: int) -> PrefillTuning:
     }[head_dim]
 
 
-def is_decode(num_tokens: int, group: int, head_dim: int) -> bool:
+def max_decode_rows(head_dim: int, *, is_narrow: bool, has_cap: bool) -> int:
+    """Query rows that the decode kernel takes, as far as nothing spills.
+
+    Args:
+      head_dim: of HEAD_DIMS.
+      is_narrow: pools have 8 bits.
+      has_cap: scores have a soft cap.
+    """
+    rows = MAX_DECODE_ROWS[head_dim] // (2 if has_cap and head_dim > 64 else 1)
+    return rows // 2 if is_narrow and head_dim == 256 else rows
+
+
+def is_decode(
+    num_tokens: int, group: int, head_dim: int, *, is_narrow: bool, has_cap: bool
+) -> bool:
     """Whether the decode kernel serves so many query tokens of so many heads."""
-    rows = num_tokens * group
-    return num_tokens <= MAX_DECODE_TOKENS and rows <= MAX_DECODE_ROWS[head_dim]
+    most = max_decode_rows(head_dim, is_narrow=is_narrow, has_cap=has_cap)
+    return num_tokens <= MAX_DECODE_TOKENS and num_tokens * group <= most
 
 
 def refusal(
-    q_BTKGH: Any, pools: tuple[Any, Any], arrays: Any, capability: tuple[int, int]
+    q_BTKGH: Any,
+    pools: tuple[Any, Any],
+    arrays: Any,
+    options: Any,
+    capability: tuple[int, int],
 ) -> str | None:
     """Why the kernels do not serve these arguments of the API, or None."""
     _, T, _, G, H = q_BTKGH.shape
@@ -87,9 +106,67 @@ def refusal(
         return f"pools of {dtype}"
     if H not in HEAD_DIMS or C not in PAGE_SIZES:
         return f"head_dim {H} (of {HEAD_DIMS}), pages of {C} (of {PAGE_SIZES})"
-    if not is_decode(T, G, H):
+    is_narrow, has_cap = pools[0].dtype.itemsize == 1, options.soft_cap is not None
+    if not is_decode(T, G, H, is_narrow=is_narrow, has_cap=has_cap):
         if arrays.tree_mask_BT is not None:
             return f"a tree of {T} nodes with {G} heads a group"
-        if pools[0].dtype.itemsize == 1:
+        if is_narrow:
             return f"chunks over {dtype} pools"
     return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelShape:
+    """Arguments of the API for which ptxas makes other code; see `api`."""
+
+    num_tokens: int
+    group: int
+    head_dim: int
+    page_size: int
+    dtype: str = "bfloat16"
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    has_tree: bool = False
+
+    def __str__(self) -> str:
+        extras = [
+            f"{name}" for name in ("window", "soft_cap", "has_sinks", "has_tree")
+            if getattr(self, name)
+        ]  # fmt: skip
+        sizes = f"T{self.num_tokens} G{self.group} H{self.head_dim} C{self.page_size}"
+        return " ".join([sizes, self.dtype, *extras])
+
+
+def tuned_shapes() -> Iterator[KernelShape]:
+    """Shapes that stand for all that the kernels serve.
+
+    Every width of the decode kernel's products, every page size and type of pool; the
+    options all at once, since each of them costs registers.
+    """
+    every = {"window": 300, "has_sinks": True}
+    for H in HEAD_DIMS:
+        for T, G in ((1, 4), (4, 4), (8, 4), (8, 8)):
+            for dtype in ("bfloat16", "int8", "float8_e4m3fn"):
+                yield from _decode_shapes(T, G, H, dtype, every)
+        for C in PAGE_SIZES:
+            for more in ({}, every | {"soft_cap": 30.0}):
+                yield KernelShape(
+                    num_tokens=512, group=4, head_dim=H, page_size=C, **more
+                )
+
+
+def _decode_shapes(
+    num_tokens: int, group: int, head_dim: int, dtype: str, every: dict[str, Any]
+) -> Iterator[KernelShape]:
+    is_narrow = dtype != "bfloat16"
+    shapes = [{"page_size": C} for C in PAGE_SIZES if C >= 32 or not is_narrow]
+    shapes += [every | {"page_size": 32, "soft_cap": 30.0}]
+    shapes += [every | {"page_size": 32, "has_tree": True}]
+    for shape in shapes:
+        has_cap = "soft_cap" in shape
+        if is_decode(num_tokens, group, head_dim, is_narrow=is_narrow, has_cap=has_cap):
+            yield KernelShape(
+                num_tokens=num_tokens, group=group, head_dim=head_dim, dtype=dtype,
+                **shape,
+            )  # fmt: skip

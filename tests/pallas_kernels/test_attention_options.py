@@ -14,6 +14,7 @@ from paged_cases import LAYER, make_case, relative_error
 from headrace.pallas_kernels import gpu_target
 from headrace.pallas_kernels.paged_attention import api
 from headrace.pallas_kernels.paged_attention.options import AttentionOptions
+from headrace.scripts import gpu_kernels
 
 
 def attend(case, **more):
@@ -141,6 +142,11 @@ def _lowered(case, capability):
         (dict(C=32, T=8, dtype=np.int8, has_tree=True), 2),
         (dict(C=16, T=9), 1),  # a chunk
         (dict(C=16, T=8, G=5, H=256), 1),
+        # As many query rows as spill nothing: fewer with a soft cap.
+        (dict(C=16, T=8, G=8, H=128), 2),
+        (dict(C=16, T=8, G=8, H=128, soft_cap=30.0), 1),
+        (dict(C=16, T=8, G=4, H=128, soft_cap=30.0), 2),
+        (dict(C=16, T=8, G=2, H=256, soft_cap=30.0), 2),
     ],
     ids=str,
 )
@@ -158,6 +164,7 @@ def test_a_hopper_gpu_gets_the_kernels(options, num_kernels, caplog):
         ((9, 0), dict(H=32), "head_dim 32"),
         ((9, 0), dict(T=9, has_tree=True), "a tree of 9 nodes with 4 heads"),
         ((9, 0), dict(C=32, T=9, dtype=np.int8), "chunks over int8 pools"),
+        ((9, 0), dict(C=32, T=8, H=256, dtype=np.int8), "chunks over int8 pools"),
     ],
 )
 def test_other_gpus_and_shapes_get_plain_xla_and_hear_why_once(
@@ -168,6 +175,28 @@ def test_other_gpus_and_shapes_get_plain_xla_and_hear_why_once(
     assert "mosaic_gpu" not in _lowered(case, capability) + _lowered(case, capability)
     (message,) = caplog.messages
     assert reason in message
+
+
+def test_tuned_shapes_are_served_and_have_every_width_page_size_and_type():
+    shapes = list(api.tuned_shapes())
+    assert len(set(shapes)) == len(shapes)
+    decode = [s for s in shapes if s.num_tokens <= 8]
+    for H, widest in ((64, 64), (128, 64), (256, 32)):
+        of_dim = [s for s in decode if s.head_dim == H]
+        assert max(s.num_tokens * s.group for s in of_dim) == widest
+        assert {(s.dtype, s.page_size) for s in of_dim} == {
+            ("bfloat16", 16), ("bfloat16", 32), ("bfloat16", 64), ("int8", 32),
+            ("int8", 64), ("float8_e4m3fn", 32), ("float8_e4m3fn", 64),
+        }  # fmt: skip
+        assert {s.has_tree for s in of_dim} == {s.soft_cap is None for s in of_dim}
+    chunks = [s for s in shapes if s.num_tokens == 512]
+    assert len(chunks) == 3 * 3 * 2
+    for shape in shapes[::20]:
+        program = gpu_kernels.kernel_program(shape)
+        with gpu_target.compiling_for((9, 0)):
+            traced = jax.jit(program.function).trace(*program.args)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "custom_call @mosaic_gpu" in text
 
 
 def test_a_forced_kernel_that_does_not_serve_says_why():
