@@ -38,6 +38,12 @@ flags.DEFINE_integer("chunk", 512, "Prompt tokens of a prefill call.", lower_bou
 flags.DEFINE_multi_string(
     "expect_kernel", [], "Fails if no program calls it in each layer. May be repeated."
 )
+flags.DEFINE_float(
+    "max_traffic",
+    gpu_rules.MAX_TRAFFIC,
+    "Bytes moved over the floor in decode; activations weigh more in a small model.",
+    lower_bound=1.0,
+)
 flags.DEFINE_bool(
     "kernels", False, "Instead of steps every kernel at every tuned shape, alone."
 )
@@ -115,12 +121,14 @@ class Gate:
         ]
 
     def _of_decode(self, module: Module, facts: dict[str, Any]) -> list[Fault]:
-        faults = gpu_rules.repeated_weights(module)
+        faults = gpu_rules.repeated_weights(module, self.target.resident)
         # Plain XLA has more kernels, and a loop whose turns the program does not tell.
         if facts["moved_bytes"] is not None:
             faults += gpu_rules.many_kernels(facts["kernels_per_layer"])
             faults += gpu_rules.heavy_traffic(
-                facts["moved_bytes"], facts["floor_bytes"] + facts["kv_bytes"]
+                facts["moved_bytes"],
+                facts["floor_bytes"] + facts["kv_bytes"],
+                FLAGS.max_traffic,
             )
         return faults
 
@@ -132,7 +140,9 @@ class Gate:
             per_layer = gpu_rules.kernels_per_layer(module, sizes.model.num_layers)
             pools = gpu_rules.program_arguments(module, "kv_cache")
             moved_bytes = sizes.loaded_kv_bytes(kind) + hlo_traffic.moved_bytes(
-                module, elsewhere={pool.leaves[0] for pool in pools}
+                module,
+                elsewhere={pool.leaves[0] for pool in pools},
+                resident=self.target.resident,
             )
         has_kernels = any("paged" in name for name in mosaic)
         microseconds = 1e6 / self.target.bytes_per_s
@@ -151,7 +161,7 @@ class Gate:
             "attention": "Mosaic kernels" if has_kernels else "plain XLA",
             "custom_calls": dict(others),
             "mosaic": {name: len(calls) for name, calls in mosaic.items()},
-            "weight_passes": hlo_traffic.most_passes(module),
+            "weight_passes": hlo_traffic.most_passes(module, self.target.resident),
             "read_bytes": gpu_rules.bytes_read(
                 module, "logits_BQV" if kind == "sample" else "params"
             ),

@@ -43,12 +43,22 @@ class Target:
       text: what is in it, the form that XLA takes.
       capability: compute capability, such as (9, 0).
       bytes_per_s: bandwidth of its memory by the vendor's figure.
+      num_cores: multiprocessors.
     """
 
     name: str
     text: str
     capability: tuple[int, int]
     bytes_per_s: int
+    num_cores: int
+
+    @property
+    def resident(self) -> int:
+        """Small blocks of threads that it runs at a time: four a multiprocessor.
+
+        Of two warps each, with 57 KB of shared memory.
+        """
+        return 4 * self.num_cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +103,10 @@ def read_target(name: str) -> Target:
 
     capability = re.search(r"capability \{ major: (\d+)(?: minor: (\d+))?", text)
     bandwidth = re.search(r"memory_bandwidth: (\d+)", text)
-    assert capability and bandwidth
+    cores = re.search(r"core_count: (\d+)", text)
+    assert capability and bandwidth and cores
     numbers = int(capability[1]), int(capability[2] or 0)
-    return Target(name, text, numbers, int(bandwidth[1]))
+    return Target(name, text, numbers, int(bandwidth[1]), int(cores[1]))
 
 
 def set_environment() -> None:

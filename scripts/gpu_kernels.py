@@ -23,9 +23,8 @@ def kernel_program(shape: Any) -> Any:
 
     from headrace.engine.programs import Program
     from headrace.pallas_kernels.paged_attention import api
-    from headrace.pallas_kernels.paged_attention.options import AttentionOptions
 
-    options = AttentionOptions(window=shape.window, soft_cap=shape.soft_cap)
+    options = api.AttentionOptions(window=shape.window, soft_cap=shape.soft_cap)
 
     def spec(dims: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))

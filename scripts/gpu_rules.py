@@ -234,18 +234,20 @@ def many_kernels(per_layer: int) -> list[Fault]:
     return [Fault("kernels per layer", per_layer, MAX_KERNELS_PER_LAYER)]
 
 
-def heavy_traffic(moved_bytes: int, floor_bytes: int) -> list[Fault]:
+def heavy_traffic(
+    moved_bytes: int, floor_bytes: int, limit: float = MAX_TRAFFIC
+) -> list[Fault]:
     """Weights and live KV once are nearly all that a decode step moves."""
     ratio = moved_bytes / floor_bytes
-    if ratio <= MAX_TRAFFIC:
+    if ratio <= limit:
         return []
-    return [Fault("bytes moved over the floor", round(ratio, 3), MAX_TRAFFIC)]
+    return [Fault("bytes moved over the floor", round(ratio, 3), limit)]
 
 
-def repeated_weights(module: Module) -> list[Fault]:
-    """A product of few rows reads its weight once."""
+def repeated_weights(module: Module, resident: int) -> list[Fault]:
+    """A product of few rows reads its weight once; see `hlo_traffic.weight_passes`."""
     faults = []
     for kernel, _ in kernels(module):
-        if (passes := weight_passes(kernel)) > 1:
+        if (passes := weight_passes(kernel, resident)) > 1:
             faults.append(Fault(f"times {kernel.name} reads its weight", passes, 1))
     return faults

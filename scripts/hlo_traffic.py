@@ -4,13 +4,16 @@ Knows nothing of models and GPUs. Caches are left out: what one kernel writes an
 next one reads counts twice, also where it fits into the L2.
 """
 
+import math
 from collections.abc import Iterable
 
 from headrace.scripts.hlo_flow import as_callee, bytes_read, kernels, written_in_place
 from headrace.scripts.hlo_text import Computation, Instruction, Leaf, Module
 
 
-def moved_bytes(module: Module, *, elsewhere: Iterable[Leaf] = ()) -> int:
+def moved_bytes(
+    module: Module, *, elsewhere: Iterable[Leaf] = (), resident: int = 0
+) -> int:
     """Bytes that all kernels of a run read and write.
 
     An operand counts once per kernel, of a gathered one what is gathered, and a weight
@@ -21,6 +24,7 @@ def moved_bytes(module: Module, *, elsewhere: Iterable[Leaf] = ()) -> int:
       module: the program.
       elsewhere: arrays that count nothing where a custom call reads them, since only
         its own code tells how much.
+      resident: see `weight_passes`.
     """
     skipped = set(elsewhere)
     owner = {
@@ -29,15 +33,25 @@ def moved_bytes(module: Module, *, elsewhere: Iterable[Leaf] = ()) -> int:
         for instruction in computation.instructions.values()
     }
     return sum(
-        times * _of_kernel(module, owner[id(instruction)], instruction, skipped)
+        times
+        * _of_kernel(
+            as_callee(module, instruction),
+            owner[id(instruction)],
+            instruction,
+            skipped,
+            weight_passes(instruction, resident),
+        )
         for instruction, times in kernels(module)
     )
 
 
 def _of_kernel(
-    module: Module, computation: Computation, kernel: Instruction, skipped: set[Leaf]
+    callee: Computation,
+    computation: Computation,
+    kernel: Instruction,
+    skipped: set[Leaf],
+    passes: int,
 ) -> int:
-    callee, passes = as_callee(module, kernel), weight_passes(kernel)
     is_custom = kernel.opcode == "custom-call"
     total = 0
     for name in dict.fromkeys(kernel.operands):
@@ -58,21 +72,27 @@ def _is_weight(kernel: Instruction, leaf: Leaf) -> bool:
     return bool(kernel.tiles) and leaf.num_elements > kernel.leaves[0].num_elements
 
 
-def weight_passes(kernel: Instruction) -> int:
+def weight_passes(kernel: Instruction, resident: int = 0) -> int:
     """How often a product of rows and a weight reads the weight: its tiles of rows.
 
     Args:
       kernel: one with an output of [rows, columns], or with partial sums in front of
         them; others, and those without tiles, count as one pass.
+      resident: tiles that a GPU works on at a time. Where that is all of them, those
+        with the same columns find each other's weights in the L2: one pass.
     """
     if not kernel.tiles or "gemm" not in kernel.name:
         return 1
-    dims, tile = kernel.leaves[0].dims[-2:], kernel.tiles[-2:]
+    counts = [
+        -(-size // tile)
+        for size, tile in zip(kernel.leaves[0].dims, kernel.tiles, strict=True)
+    ]
     # A weight has more columns than a step has rows.
-    rows, size = min(zip(dims, tile, strict=True))
-    return -(-rows // size)
+    rows = min(zip(kernel.leaves[0].dims[-2:], counts[-2:], strict=True))[1]
+    return 1 if math.prod(counts) <= resident else rows
 
 
-def most_passes(module: Module) -> int:
+def most_passes(module: Module, resident: int = 0) -> int:
     """The largest `weight_passes` of the program."""
-    return max((weight_passes(kernel) for kernel, _ in kernels(module)), default=1)
+    passes = (weight_passes(kernel, resident) for kernel, _ in kernels(module))
+    return max(passes, default=1)

@@ -29,8 +29,8 @@ from headrace.pallas_kernels.paged_attention.xla import (
 )
 
 __all__ = [
-    "Implementation", "KernelShape", "cpu_identity", "loaded_keys", "paged_attention",
-    "tuned_shapes",
+    "AttentionOptions", "Implementation", "KernelShape", "cpu_identity", "loaded_keys",
+    "paged_attention", "tuned_shapes",
 ]  # fmt: skip
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ def test_a_sound_step_has_no_fault():
     step = module()
     assert gpu_rules.weight_copies(step) == []
     assert gpu_rules.kv_copies(step, LIVE_ELEMENTS) == []
-    assert gpu_rules.repeated_weights(step) == gpu_rules.wide_sorts(step) == []
+    assert gpu_rules.repeated_weights(step, 0) == gpu_rules.wide_sorts(step) == []
     assert gpu_rules.lost_arguments(step, {"params": 2, "kv_cache": 1}) == []
 
 

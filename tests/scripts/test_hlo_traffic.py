@@ -25,12 +25,15 @@ def test_a_weight_counts_once_for_each_tile_of_rows():
         f"backend_config={{{tiles}}}"
     )
     one = product.replace('"2","16"', '"4","16"')
-    assert gpu_rules.repeated_weights(module(one)) == []
-    faults = gpu_rules.repeated_weights(module(product))
+    assert gpu_rules.repeated_weights(module(one), 0) == []
+    faults = gpu_rules.repeated_weights(module(product), 3)
     assert faults == [("times gemm reads its weight", 2, 1)]
     moved = [hlo_traffic.moved_bytes(module(line)) for line in (one, product)]
     assert moved[1] - moved[0] == W0_BYTES
     assert hlo_traffic.most_passes(module(product)) == 2
+    # All four tiles at a time share what the first of them reads.
+    assert gpu_rules.repeated_weights(module(product), 4) == []
+    assert hlo_traffic.moved_bytes(module(product), resident=4) == moved[0]
     # Partial sums of three parts of K are no passes; without tiles nothing is known.
     parts = product.replace("bf16[4,32]", "f32[3,4,32]").replace('"2"', '"1","4"')
     assert hlo_traffic.most_passes(module(parts)) == 1
