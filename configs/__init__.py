@@ -5,10 +5,12 @@ Knows nothing of the rest of the package. `load_config(name)` takes a file's nam
 
 import importlib
 import pathlib
-
-import ml_collections
+from typing import TYPE_CHECKING
 
 from headrace.configs.schema import EngineConfig, ModelConfig, RopeScaling
+
+if TYPE_CHECKING:
+    import ml_collections
 
 
 def config_names() -> list[str]:
@@ -18,7 +20,7 @@ def config_names() -> list[str]:
     return sorted(path.stem for path in folder.glob("*.py") if path.stem not in skip)
 
 
-def load_config(name: str) -> ml_collections.ConfigDict:
+def load_config(name: str) -> "ml_collections.ConfigDict":
     """Returns `get_config()` of `configs/<name>.py`: keys `model` and `engine`.
 
     Raises:
@@ -30,7 +32,7 @@ def load_config(name: str) -> ml_collections.ConfigDict:
 
 
 def parse_config(
-    config: ml_collections.ConfigDict,
+    config: "ml_collections.ConfigDict",
 ) -> tuple[ModelConfig, EngineConfig]:
     """Checks a ConfigDict with the keys `model` and `engine`.
 

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as FastTokenizer
 
 # Ends texts inside the library alone, so that none of the model's tokens does.
 _END_TOKEN = "<|headrace-end-of-text|>"
@@ -34,6 +32,9 @@ class GrammarTokens:
     def __init__(
         self, tokenizer_json: str, vocab_size: int, stop_ids: Sequence[int]
     ) -> None:
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as FastTokenizer
+
         try:
             fast = FastTokenizer.from_str(tokenizer_json)
         except Exception as error:  # the Rust side raises nothing narrower

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from typing import Protocol
-
-from tokenizers import Tokenizer as FastTokenizer
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.checkpoints.tokenizer_spec import TokenizerSpec
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
 
 
 class Tokenizer(Protocol):
@@ -50,6 +51,9 @@ class HFTokenizer:
     """
 
     def __init__(self, spec: TokenizerSpec) -> None:
+        # An engine that takes ids alone does without the package.
+        from tokenizers import Tokenizer as FastTokenizer
+
         try:
             self._fast = FastTokenizer.from_str(spec.tokenizer_json)
         except Exception as error:  # the Rust side raises nothing narrower
@@ -102,7 +106,7 @@ class HFTokenizer:
         return self._fast.to_str()
 
 
-def _byte_token_ids(fast: FastTokenizer, tokenizer_json: str) -> frozenset[int]:
+def _byte_token_ids(fast: "FastTokenizer", tokenizer_json: str) -> frozenset[int]:
     """Ids of `<0x00>`..`<0xFF>`, if the file's decoder treats them as bytes."""
     if not re.search(r'"type"\s*:\s*"ByteFallback"', tokenizer_json):
         return frozenset()
