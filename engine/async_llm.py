@@ -8,15 +8,19 @@ reader that is slow lets its own outputs grow; the batch does not wait for it.
 import asyncio
 import collections
 import concurrent.futures
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from headrace.engine import prompts
+from headrace.engine import prompts, scoring
 from headrace.engine.llm import LLM
 from headrace.engine.outputs import RequestOutput
+from headrace.engine.prompt_reader import ReadPrompt
 from headrace.engine.request_state import RequestState
 from headrace.engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
@@ -36,10 +40,44 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._run, name="headrace", daemon=True)
         self._thread.start()
 
+    @property
+    def llm(self) -> LLM:
+        """For what never changes: configs, tokenizer. Its methods are the thread's."""
+        return self._llm
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it can serve nothing any more: a step has failed, or it is closed."""
+        return self._llm._loop._failure is not None
+
+    async def read(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> ReadPrompt:
+        """Tokenizes a prompt, and compiles its grammar; neither holds up the engine.
+
+        Raises:
+          ValueError: see `PromptReader.read`.
+        """
+        (params,) = prompts.spread_params(sampling_params, 1)
+        checked = prompts.as_prompt(prompt)
+        return await asyncio.to_thread(self._llm._reader.read, checked, params)
+
+    async def chat_prompt(self, messages: Any) -> prompts.Prompt:
+        """A conversation as the model's chat template has it, for `add`.
+
+        Raises:
+          ValueError: there is no template, or it refuses the messages.
+        """
+        return await asyncio.to_thread(
+            self._llm._reader.chat, messages, add_generation_prompt=True
+        )
+
     async def add(
         self,
         prompt: Any,
         sampling_params: SamplingParams | None = None,
+        *,
+        read: ReadPrompt | None = None,
         **options: Any,
     ) -> "Reader":
         """Puts a request into the queue.
@@ -47,6 +85,7 @@ class AsyncLLM:
         Args:
           prompt: a str, token ids, or a mapping of either.
           sampling_params: of the request.
+          read: of `read` with the same prompt and parameters.
           **options: priority, tenant, uses_cache, deadline_s, queue_timeout_s; see
             `EngineLoop.submit`.
 
@@ -61,12 +100,11 @@ class AsyncLLM:
         self._check_open()
         (params,) = prompts.spread_params(sampling_params, 1)
         checked, loop = prompts.as_prompt(prompt), asyncio.get_running_loop()
-        # Tokenizing, and a grammar: neither waits for the engine, nor it for them.
-        read = await asyncio.to_thread(self._llm._reader.read, checked, params)
+        ready = await self.read(checked, params) if read is None else read
         self._check_open()
 
         def submit() -> Reader:
-            state = self._llm._submit(checked, params, read, **options)
+            state = self._llm._submit(checked, params, ready, **options)
             reader = Reader(state, loop)
             self._readers[reader.request_id] = reader
             return reader
@@ -78,6 +116,26 @@ class AsyncLLM:
             # The engine may have taken the request already; nobody will read it.
             posted.add_done_callback(self._drop_unread)
             raise
+
+    async def read_pair(self, prompt: Any, continuation: Any) -> scoring.Pair:
+        """Tokenizes what `score` is to score.
+
+        Raises:
+          ValueError: the engine was built without `scoring`, or one of them is wrong.
+        """
+        scoring.check_scores(self._llm.engine_config)
+        parts = prompts.as_prompt(prompt), prompts.as_prompt(continuation)
+        return await asyncio.to_thread(scoring.joined, self._llm._reader, *parts)
+
+    async def score(self, pair: scoring.Pair, **options: Any) -> scoring.ScoreOutput:
+        """How likely the model finds a continuation; see `LLM.score`.
+
+        Args:
+          pair: of `read_pair`.
+          **options: as for `add`.
+        """
+        output = await self.generate(pair.prompt, scoring.PARAMS, **options)
+        return scoring.score_output(output, pair.length)
 
     async def stream(
         self,
@@ -94,7 +152,7 @@ class AsyncLLM:
             async for output in reader:
                 yield output
         finally:
-            self._drop(reader)
+            self.drop(reader)
 
     async def generate(
         self,
@@ -109,7 +167,7 @@ class AsyncLLM:
                 pass
             return reader.state.output()
         finally:
-            self._drop(reader)
+            self.drop(reader)
 
     def cancel(self, reader: "Reader") -> None:
         """Ends a request with what it has: finish_reason "cancelled"."""
@@ -142,7 +200,9 @@ class AsyncLLM:
                 "the engine takes no new requests: it drains or is closed"
             )
 
-    def _drop(self, reader: "Reader") -> None:
+    def drop(self, reader: "Reader") -> None:
+        """Ends a request that nobody reads any more, and forgets it."""
+
         def forget() -> None:
             self._readers.pop(reader.request_id, None)
             self._llm._loop.drop(reader.state)
@@ -151,7 +211,7 @@ class AsyncLLM:
 
     def _drop_unread(self, posted: "concurrent.futures.Future[Reader]") -> None:
         if not posted.cancelled() and posted.exception() is None:
-            self._drop(posted.result())
+            self.drop(posted.result())
 
     def _post(self, call: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
         """Has the engine's thread run something before its next turn."""
@@ -185,8 +245,9 @@ class AsyncLLM:
                 continue
             try:
                 news = self._llm._loop.turn()
-            except RuntimeError:
+            except RuntimeError as error:
                 # The engine has failed and ended every request; later ones are told.
+                logger.error("the engine has failed", exc_info=error)
                 self._tell_all()
                 self._wake.wait()
                 continue

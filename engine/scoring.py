@@ -8,7 +8,7 @@ pages from the prefix cache.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine import prompts
@@ -17,6 +17,18 @@ from headrace.engine.new_request import longest_request
 from headrace.engine.outputs import RequestOutput
 from headrace.engine.prompt_reader import PromptReader
 from headrace.engine.sampling_params import SamplingParams
+
+
+class Pair(NamedTuple):
+    """Prompt and continuation as one, and how many tokens are the continuation."""
+
+    prompt: prompts.Prompt
+    length: int
+
+
+PARAMS = SamplingParams(
+    temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +83,14 @@ class Scorer:
 
     def run(self, items: Sequence[prompts.Prompt | ValueError]) -> list[RequestOutput]:
         """The log-probabilities of whole prompts."""
-        if not self.config.scoring:
-            raise ValueError("scoring needs an engine with scoring=True in its config")
-        params = SamplingParams(
-            temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False
-        )
-        return self.batch.run(items, params)
+        check_scores(self.config)
+        return self.batch.run(items, PARAMS)
+
+
+def check_scores(config: EngineConfig) -> None:
+    """Raises ValueError where an engine was not built for it."""
+    if not config.scoring:
+        raise ValueError("scoring needs an engine with scoring=True in its config")
 
 
 def score(scorer: Scorer, prompts_: Any, continuations: Any) -> list[ScoreOutput]:
@@ -88,37 +102,47 @@ def score(scorer: Scorer, prompts_: Any, continuations: Any) -> list[ScoreOutput
             f"continuations must be as many as prompts, {len(firsts)}, got {len(rests)}"
         )
     pairs = [
-        _joined(scorer, first, rest) for first, rest in zip(firsts, rests, strict=True)
+        _joined_or_error(scorer.reader, first, rest)
+        for first, rest in zip(firsts, rests, strict=True)
     ]
     outputs = scorer.run([pair[0] for pair in pairs])
     return [
-        _score_output(output, length)
+        score_output(output, length)
         for output, (_, length) in zip(outputs, pairs, strict=True)
     ]
 
 
-def _joined(
-    scorer: Scorer,
+def _joined_or_error(
+    reader: PromptReader,
     first: prompts.Prompt | ValueError,
     rest: prompts.Prompt | ValueError,
 ) -> tuple[prompts.Prompt | ValueError, int]:
-    """One prompt of both, and how many of its tokens are the continuation."""
     try:
         for part in (first, rest):
             if isinstance(part, ValueError):
                 raise part
         assert isinstance(first, prompts.Prompt) and isinstance(rest, prompts.Prompt)
-        before = scorer.reader.ids(first, add_bos=not first.is_chat)
-        after = scorer.reader.ids(rest, add_bos=False)
-        for name, ids in (("prompt", before), ("continuation", after)):
-            if not len(ids):
-                raise ValueError(f"the {name} must have at least 1 token, got 0")
-        return prompts.Prompt(token_ids=[*before, *after]), len(after)
+        return joined(reader, first, rest)
     except ValueError as error:
         return error, 0
 
 
-def _score_output(output: RequestOutput, length: int) -> ScoreOutput:
+def joined(reader: PromptReader, first: prompts.Prompt, rest: prompts.Prompt) -> Pair:
+    """One prompt of both.
+
+    Raises:
+      ValueError: one of them is empty or cannot be read.
+    """
+    before = reader.ids(first, add_bos=not first.is_chat)
+    after = reader.ids(rest, add_bos=False)
+    for name, ids in (("prompt", before), ("continuation", after)):
+        if not len(ids):
+            raise ValueError(f"the {name} must have at least 1 token, got 0")
+    return Pair(prompts.Prompt(token_ids=[*before, *after]), len(after))
+
+
+def score_output(output: RequestOutput, length: int) -> ScoreOutput:
+    """The last `length` tokens of a scored prompt."""
     if (error := _why_not_scored(output)) is not None:
         return ScoreOutput(error=error)
     ids = output.prompt_token_ids[-length:]

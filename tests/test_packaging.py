@@ -15,11 +15,17 @@ FOLDERS = (
 # Import name -> name in pyproject, where they differ.
 DISTRIBUTIONS = {
     "absl": "absl-py",
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
     "huggingface_hub": "huggingface-hub",
     "jaxlib": "jax",
     "ml_collections": "ml-collections",
     "ml_dtypes": "ml-dtypes",
+    "opentelemetry": "opentelemetry-sdk",
     "orbax": "orbax-checkpoint",
+    "prometheus_client": "prometheus-client",
 }
 
 
@@ -51,6 +57,14 @@ def test_cpp_sources_are_installed_with_their_package():
         folders = {p.parent for name in FOLDERS for p in (ROOT / name).rglob(pattern)}
         names = {".".join(("headrace", *f.relative_to(ROOT).parts)) for f in folders}
         assert names == {name for name, patterns in data.items() if pattern in patterns}
+
+
+def test_the_protocol_is_installed_with_what_was_made_of_it():
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    folder = ROOT / "engine" / "serving" / "proto"
+    patterns = data["headrace.engine.serving.proto"]
+    found = {path.name for pattern in patterns for path in folder.glob(pattern)}
+    assert found == {"generation.proto", "generation_pb2.pyi"}
 
 
 def test_every_code_folder_has_an_init_file():

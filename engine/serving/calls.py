@@ -1,0 +1,98 @@
+"""A call on its way through the service: what was asked, and how it went."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headrace.engine.admission import QueueFullError
+from headrace.engine.sampling_params import SamplingParams
+from headrace.engine.serving.errors import ServiceError
+
+if TYPE_CHECKING:
+    from headrace.engine.async_llm import Reader
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A request for text.
+
+    Attributes:
+      prompt: a text or token ids; None where there are `messages`.
+      messages: a conversation, for the model's chat template.
+      params: how to sample.
+      deadline_s: seconds after which it ends with what it has.
+      queue_timeout_s: seconds after which it ends if it has not begun.
+      uses_cache: may reuse pages of its tenant's earlier prompts.
+      request_id: the caller's, for `cancel`; None draws one.
+    """
+
+    prompt: str | Sequence[int] | None = None
+    messages: Sequence[Any] | None = None
+    params: SamplingParams = SamplingParams()
+    deadline_s: float | None = None
+    queue_timeout_s: float | None = None
+    uses_cache: bool = True
+    request_id: str | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class CallRecord:
+    """How a call went, for metrics, traces and the access log. No text is in it.
+
+    Attributes:
+      method: "generate" or "score".
+      code: "ok", or a `ServiceError` code.
+      times: seconds of `time.perf_counter`; None where it never came to that.
+      wall_s: when it arrived, seconds of the epoch.
+    """
+
+    request_id: str
+    tenant: str
+    method: str
+    wall_s: float
+    arrival_s: float
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reason: str | None = None
+    code: str = "ok"
+    message: str | None = None
+
+    def take(self, reader: "Reader") -> None:
+        """Notes what the engine knows of the request, as far as it has come."""
+        state = reader.state
+        request, last = state.request, state.completions[-1].request
+        self.admitted_s = request.admitted_s
+        self.first_token_s = request.first_token_s
+        self.finished_s = last.finished_s
+        self.num_output_tokens = state.num_tokens
+        reasons = [one.request.finish_reason for one in state.completions]
+        self.finish_reason = next((r for r in reasons if r is not None), None)
+
+
+class Observer(Protocol):
+    """Is told of every call once, when it is over."""
+
+    def on_call(self, record: CallRecord) -> None:
+        """Must not raise, and must not wait."""
+
+
+@contextlib.contextmanager
+def as_service_errors() -> Iterator[None]:
+    """What the engine raises, with whose fault it is."""
+    try:
+        yield
+    except QueueFullError as error:
+        raise ServiceError(
+            "resource_exhausted", str(error), retry_after_s=1.0
+        ) from None
+    except ValueError as error:
+        raise ServiceError("invalid_argument", str(error)) from None
+    except NotImplementedError as error:
+        raise ServiceError("unimplemented", str(error)) from None
+    except RuntimeError:
+        # What the engine failed of is in the log, and not the caller's business.
+        raise ServiceError("unavailable", "the engine takes no requests") from None

@@ -1,0 +1,1 @@
+"""The protocol of the service, and what grpcio-tools makes of it."""
