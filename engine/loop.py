@@ -74,7 +74,7 @@ class EngineLoop:
         # By the id of each completion's own request.
         self._states: dict[str, tuple[RequestState, CompletionState]] = {}
         self._ids = itertools.count()
-        self._in_flight: tuple[Schedule, StepPlan] | None = None
+        self._in_flight: tuple[Schedule, StepPlan, float] | None = None
         self._failure: str | None = None
         self.meter = Meter(config.max_context_len)
         self.lock = threading.RLock()
@@ -198,9 +198,9 @@ class EngineLoop:
             self._runner.close()
 
     def stats(self) -> dict[str, Any]:
-        """Counters, gauges and histograms; see metrics. JSON-ready."""
+        """Counters, gauges, histograms, tenants; see metrics, usage. JSON-ready."""
         with self.lock:
-            return self.meter.metrics.snapshot(*self._gauges()) | {
+            return self.meter.snapshot(*self._gauges()) | {
                 "prefix_cache_evictions": self._manager.stats.evictions,
                 "kv_pages_cached": self._manager.num_cached,
             }
@@ -211,7 +211,7 @@ class EngineLoop:
         if schedule is not None:
             plan = plan_step(schedule, self._config, runner.layout)
             runner.dispatch_forward(plan)
-            self._in_flight = (schedule, plan)
+            self._in_flight = (schedule, plan, time.perf_counter())
             if not plan.has_grammar:
                 runner.dispatch_sample(plan, None)
         self.meter.count_preemptions(self._scheduler.num_preemptions)
@@ -237,11 +237,13 @@ class EngineLoop:
             self._states[request.request_id][1].end()
         return [self._states[r.request_id][0] for r in (*updated, *overdue)]
 
-    def _take_in(self, schedule: Schedule, plan: StepPlan) -> list[Request]:
+    def _take_in(
+        self, schedule: Schedule, plan: StepPlan, begun_s: float
+    ) -> list[Request]:
         """Reads a step and books its tokens."""
         result = self._runner.read_step()
         updated = self._scheduler.update(schedule, result)
-        self.meter.count_step(schedule, plan, len(updated))
+        self.meter.count_step(schedule, plan, len(updated), begun_s)
         for request in updated:
             completion = self._states[request.request_id][1]
             is_over = advance_grammar(request)

@@ -1,15 +1,17 @@
-"""Tells the metrics what happened in a turn, each event once. No jax."""
+"""Tells metrics and ledger what happened in a turn, each event once. No jax."""
 
 import time
+from typing import Any
 
 from headrace.engine.batch import StepPlan
 from headrace.engine.metrics import Metrics, RequestTimes, StepFacts
 from headrace.engine.request import Request
 from headrace.engine.schedule import Fork, PrefillChunk, Schedule
+from headrace.engine.usage import UsageLedger
 
 
 class Meter:
-    """Turns schedules and requests into the events of `Metrics`.
+    """Turns schedules and requests into the events of `Metrics` and `UsageLedger`.
 
     Args:
       max_context_len: where the length histograms end.
@@ -19,7 +21,9 @@ class Meter:
         self.metrics = Metrics(max_context_len=max_context_len)
         self._last_read_s: float | None = None
         self._num_preemptions = 0
-        self._admitted: set[int] = set()
+        self.usage = UsageLedger()
+        # Requests that have begun and not ended, by number.
+        self._live: dict[int, Request] = {}
 
     def count_preemptions(self, total: int) -> None:
         """Books those since the last call."""
@@ -27,18 +31,19 @@ class Meter:
             self.metrics.on_preempt()
         self._num_preemptions = total
 
-    def count_step(self, schedule: Schedule, plan: StepPlan, num_tokens: int) -> None:
-        """A step was read, which gave `num_tokens` tokens."""
+    def count_step(
+        self, schedule: Schedule, plan: StepPlan, num_tokens: int, begun_s: float
+    ) -> None:
+        """A step was read, which gave `num_tokens` tokens.
+
+        Args:
+          begun_s: when it was dispatched, seconds of the engine's clock.
+        """
         now_s = time.perf_counter()
-        begun: list[PrefillChunk | Fork] = [*schedule.prefill, *schedule.forks]
-        for row in begun:
-            request = row.request
-            if request.number not in self._admitted:
-                self._admitted.add(request.number)
-                # A fork looks nothing up: it shares its leader's pages.
-                asks = request.uses_cache and isinstance(row, PrefillChunk)
-                asked = request.prompt_len if asks else 0
-                self.metrics.on_admit(request.prompt_len, request.num_cached, asked)
+        self._count_begun(schedule)
+        # Steps run one after the other: it began when the one before ended, at which
+        # the host read it, unless the device was idle by then.
+        self.usage.on_step(now_s - max(begun_s, self._last_read_s or 0.0), schedule)
         rows = len(schedule.decode)
         self.metrics.on_step(
             StepFacts(
@@ -62,7 +67,8 @@ class Meter:
     def count_end(self, request: Request) -> None:
         """A request has ended."""
         assert request.finished_s is not None and request.finish_reason is not None
-        self._admitted.discard(request.number)
+        self._live.pop(request.number, None)
+        self.usage.on_finish(request)
         self.metrics.on_finish(
             RequestTimes(
                 arrival_s=request.arrival_s,
@@ -75,3 +81,25 @@ class Meter:
                 finish_reason=request.finish_reason,
             )
         )
+
+    def snapshot(self, running: int, waiting: int, kv_usage: float) -> dict[str, Any]:
+        """`Metrics.snapshot`, and "tenants" of `UsageLedger.snapshot`."""
+        return self.metrics.snapshot(running, waiting, kv_usage) | {
+            "tenants": self.usage.snapshot(self._live.values())
+        }
+
+    def _count_begun(self, schedule: Schedule) -> None:
+        """Books the requests whose first step this is."""
+        begun: list[PrefillChunk | Fork] = [*schedule.prefill, *schedule.forks]
+        for row in begun:
+            request = row.request
+            if request.is_metered:
+                continue
+            request.is_metered = True
+            if not request.is_finished:  # by a cancel, before its step was read
+                self._live[request.number] = request
+            # A fork looks nothing up: it shares its leader's pages.
+            asks = request.uses_cache and isinstance(row, PrefillChunk)
+            asked = request.prompt_len if asks else 0
+            self.metrics.on_admit(request.prompt_len, request.num_cached, asked)
+            self.usage.on_admit(request)

@@ -64,6 +64,7 @@ class Request:
       stop_reason: the string of `params.stop` or the id of `params.stop_token_ids`
         that ended it.
       finish_message: why it ended, where `finish_reason` does not say it all.
+      is_metered: the metrics know that it began.
     """
 
     request_id: str
@@ -105,6 +106,7 @@ class Request:
     finish_message: str | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
+    is_metered: bool = False
 
     def __post_init__(self) -> None:
         self.fill_len = self.fill_len or self.prompt_len

@@ -17,6 +17,7 @@ import sys
 from absl import app, flags
 
 from headrace.configs.schema import EngineConfig
+from headrace.engine.serving import access_log
 from headrace.engine.serving.http_server import bound_socket
 from headrace.engine.serving.limits import ServiceLimits
 from headrace.engine.serving.server_options import ServerOptions, read_file
@@ -46,6 +47,8 @@ flags.DEFINE_enum(
     "Prompts in the log; 'redacted' has x and 0 for letters and digits.",
 )
 flags.DEFINE_string("metrics_prefix", "headrace", "Of the names of metrics.")
+flags.DEFINE_string("access_log", None, "File for a JSON line per call; - is stderr.")
+flags.DEFINE_string("otlp_endpoint", None, "Where OpenTelemetry traces go.")
 
 # One flag per bound of a request: max_prompt_tokens -> --limit_prompt_tokens.
 _LIMITS = {
@@ -91,6 +94,9 @@ def check_options(options: ServerOptions) -> None:
     for name in ("tls_cert", "tls_key", "tls_client_ca"):
         if (path := getattr(options, name)) is not None:
             read_file(f"--{name}", path)
+    if options.access_log is not None:
+        with access_log.opened(options.access_log):
+            pass
     for port in (options.port, options.http_port):
         if port:
             bound_socket(options.host, port).close()

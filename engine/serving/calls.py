@@ -1,6 +1,7 @@
 """A call on its way through the service: what was asked, and how it went."""
 
 import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +12,12 @@ from headrace.engine.serving.errors import ServiceError
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import Reader
+
+
+# The header of that name, which the fronts note for the call at hand.
+TRACE_PARENT: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "traceparent", default=None
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +49,12 @@ class CallRecord:
 
     Attributes:
       method: "generate" or "score".
-      code: "ok", or a `ServiceError` code.
-      times: seconds of `time.perf_counter`; None where it never came to that.
       wall_s: when it arrived, seconds of the epoch.
+      arrival_s, admitted_s, first_token_s, finished_s: seconds of
+        `time.perf_counter`; None where it never came to that.
+      has_run: the engine took it, so the times and counts are known.
+      code: "ok", or a `ServiceError` code.
+      trace_parent: of the caller's trace, as in W3C Trace Context.
     """
 
     request_id: str
@@ -55,16 +65,21 @@ class CallRecord:
     admitted_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
+    has_run: bool = False
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
     finish_reason: str | None = None
     code: str = "ok"
     message: str | None = None
+    trace_parent: str | None = dataclasses.field(default_factory=TRACE_PARENT.get)
 
     def take(self, reader: "Reader") -> None:
         """Notes what the engine knows of the request, as far as it has come."""
         state = reader.state
         request, last = state.request, state.completions[-1].request
+        self.has_run = True
+        self.num_cached_tokens = request.num_cached
         self.admitted_s = request.admitted_s
         self.first_token_s = request.first_token_s
         self.finished_s = last.finished_s

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from headrace.engine.serving.calls import TRACE_PARENT
 from headrace.engine.serving.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self, behaviour: Behaviour, method: str, request: Any, context: Any
     ) -> Any:
         is_counted = method.rpartition("/")[2] in _COUNTED
+        TRACE_PARENT.set(_header("traceparent", context.invocation_metadata()))
         self._num_calls += is_counted
         try:
             if request is None:
@@ -128,11 +130,15 @@ class Guard(grpc.aio.ServerInterceptor):
 
 def bearer_key(metadata: Sequence[tuple[str, Any]] | None) -> str | None:
     """The key of `authorization: Bearer KEY`; None where there is none."""
-    for name, value in metadata or ():
-        if name == "authorization" and isinstance(value, str):
-            scheme, _, key = value.partition(" ")
-            if scheme.lower() == "bearer":
-                return key.strip()
+    scheme, _, key = (_header("authorization", metadata) or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
+
+
+def _header(name: str, metadata: Sequence[tuple[str, Any]] | None) -> str | None:
+    """The first text of that name."""
+    for found, value in metadata or ():
+        if found == name and isinstance(value, str):
+            return value
     return None
 
 

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.engine.new_request import longest_request
+from headrace.engine.serving.calls import TRACE_PARENT
 from headrace.engine.serving.errors import ErrorCode, ServiceError
 from headrace.engine.serving.http_body import param_of, read_ask
 from headrace.engine.serving.http_reply import Reply
@@ -140,6 +141,7 @@ class _Front:
     async def _complete(self, request: Request, *, is_chat: bool) -> Any:
         # Strangers are refused before anything of theirs is read.
         tenant = self._tenant(request)
+        TRACE_PARENT.set(request.headers.get("traceparent"))
         body = await self._body(request)
         request.state.body = body  # for what errors are about
         ask = read_ask(body, is_chat=is_chat, model_name=self._service.model_name)

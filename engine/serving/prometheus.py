@@ -3,6 +3,7 @@
 With the prefix "vllm" dashboards made for vLLM show this engine.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from headrace.engine.usage import TenantUsage
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
@@ -56,6 +59,7 @@ class Snapshot:
             buckets = list(found["buckets"].items())
             histogram.add_metric(self._labels, buckets, found["sum"])
             yield histogram
+        yield from self._tenants()
 
     def _named(self, name: str) -> tuple[str, str]:
         return f"{self._prefix}:{name}", _HELP.get(name, name.replace("_", " "))
@@ -66,6 +70,16 @@ class Snapshot:
         for reason, count in counts.items():
             counter.add_metric((*self._labels, reason), count)
         return counter
+
+    def _tenants(self) -> Iterator[Metric]:
+        """Counters by tenant: not vLLM's, and no more tenants than the ledger keeps."""
+        names = (*_LABEL_NAMES, "tenant")
+        for field in dataclasses.fields(TenantUsage):
+            family = self._named(f"tenant_{field.name}")
+            counter = CounterMetricFamily(*family, labels=names)
+            for tenant, usage in self._stats["tenants"].items():
+                counter.add_metric((*self._labels, tenant), usage[field.name])
+            yield counter
 
     def _saturation(self) -> float:
         """Above 1 requests wait: more replicas would help.

@@ -22,6 +22,7 @@ from collections.abc import (
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.llm import LLM
 from headrace.engine.outputs import RequestOutput
+from headrace.engine.serving import access_log, tracing
 from headrace.engine.serving.calls import Call, CallRecord, Observer
 from headrace.engine.serving.grpc_server import GrpcServer
 from headrace.engine.serving.http_server import HttpServer
@@ -118,11 +119,13 @@ async def serve(
       OSError: an address that cannot be bound.
       RuntimeError: the first step failed.
     """
-    engine, signals = AsyncLLM(llm), StopSignals()
-    with signals.installed():  # to the very end: a late signal must not kill it
+    signals = StopSignals()
+    # To the very end: a late signal must not kill it.
+    with signals.installed(), _own_observers(options) as own:
+        engine = AsyncLLM(llm)
         try:
             watch = FailureWatch(engine)
-            service = make_service(engine, options, [watch, *observers])
+            service = make_service(engine, options, [watch, *own, *observers])
             metrics = metrics or functools.partial(
                 exposition,
                 engine,
@@ -141,6 +144,19 @@ async def serve(
             return 0
         finally:
             await engine.close()
+
+
+@contextlib.contextmanager
+def _own_observers(options: ServerOptions) -> Iterator[list[Observer]]:
+    """Those that the options ask for; what they hold is written at the end."""
+    with contextlib.ExitStack() as stack:
+        own: list[Observer] = []
+        if options.access_log is not None:
+            own.append(stack.enter_context(access_log.opened(options.access_log)))
+        if options.otlp_endpoint is not None:
+            traces = tracing.opened(options.otlp_endpoint, options.model_name)
+            own.append(stack.enter_context(traces))
+        yield own
 
 
 def make_service(

@@ -5,6 +5,7 @@ import ipaddress
 import math
 import os
 import pathlib
+import re
 import socket
 from typing import Literal
 
@@ -33,6 +34,8 @@ class ServerOptions:
       model_name: that clients are told, and may name.
       log_prompts: "none"; "redacted" logs letters and digits as x and 0.
       metrics_prefix: of the names of metrics.
+      access_log: file for a JSON line per call; "-" is stderr.
+      otlp_endpoint: where traces go, such as "http://localhost:4317".
 
     Raises:
       ValueError: a value out of its range, or files that do not go together.
@@ -52,6 +55,8 @@ class ServerOptions:
     model_name: str = "default"
     log_prompts: PromptLogging = "none"
     metrics_prefix: str = "headrace"
+    access_log: str | None = None
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("port", "http_port"):
@@ -64,6 +69,11 @@ class ServerOptions:
             raise ValueError("tls_cert and tls_key need each other, got one of them")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert and tls_key, got neither")
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ValueError(
+                "metrics_prefix must be a letter or _, then letters, digits, _, got "
+                f"{self.metrics_prefix!r}"
+            )
         if not 0 <= self.grace_s < math.inf:
             raise ValueError(f"grace_s must be at least 0, got {self.grace_s}")
         for name, least in (("max_message_bytes", 1024), ("max_concurrent_calls", 1)):

@@ -124,8 +124,11 @@ class GenerationService:
                         deadline_s=call.deadline_s,
                         queue_timeout_s=call.queue_timeout_s,
                     )
-                async for output in self._read(tenant, reader, record):
-                    yield output
+                # Closed at once: what it notes at its end is of use below.
+                outputs = self._read(tenant, reader, record)
+                async with contextlib.aclosing(outputs):
+                    async for output in outputs:
+                        yield output
             finally:
                 ticket.leave(record.num_prompt_tokens + record.num_output_tokens)
 

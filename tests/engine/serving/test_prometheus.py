@@ -11,15 +11,16 @@ from headrace.engine.serving.tenants import ANONYMOUS
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
+def _who(labels):
+    return labels.get("finished_reason") or labels.get("tenant")
+
+
 def _samples(text):
     families = text_string_to_metric_families(text.decode())
     samples = [sample for family in families for sample in family.samples]
     for sample in samples:
         assert sample.labels["engine"] == "0"
-    return {
-        (s.name, s.labels.get("le"), s.labels.get("finished_reason")): s.value
-        for s in samples
-    }
+    return {(s.name, s.labels.get("le"), _who(s.labels)): s.value for s in samples}
 
 
 @pytest.mark.parametrize("prefix", ["headrace", "vllm"])
@@ -48,7 +49,12 @@ def test_every_number_of_the_engine_is_there_once(serve, prefix):
         wanted[f"{prefix}:{name}_count", None, None] = found["count"]
         for bound, count in found["buckets"].items():
             wanted[f"{prefix}:{name}_bucket", bound, None] = count
+    for tenant, usage in stats["tenants"].items():
+        for name, value in usage.items():
+            wanted[f"{prefix}:tenant_{name}_total", None, tenant] = value
     assert samples == wanted
+    assert samples[f"{prefix}:tenant_generation_tokens_total", None, "anonymous"] == 8
+    assert samples[f"{prefix}:tenant_device_seconds_total", None, "anonymous"] > 0
     assert samples[f"{prefix}:request_success_total", None, "length"] == 2
     assert samples[f"{prefix}:generation_tokens_total", None, None] == 8
     assert samples[f"{prefix}:time_to_first_token_seconds_count", None, None] == 2
