@@ -1,6 +1,7 @@
 """The ledger leaves nothing out: its sums are the engine's own, whoever asked."""
 
 import collections
+import time
 
 import numpy as np
 import pytest
@@ -59,6 +60,14 @@ def test_seconds_follow_the_tokens_computed():
     ledger.on_step(8.0, _schedule("aab", [("b", 4), ("c", 1)]))
     seconds = {k: v["device_seconds"] for k, v in ledger.snapshot().items()}
     assert seconds == {"a": 2.0, "b": 5.0, "c": 1.0}
+
+
+def test_other_rows_of_the_same_number_are_other_tenants():
+    ledger = UsageLedger()
+    for rows in ("ab", "bb", "ba"):
+        ledger.on_step(2.0, _schedule(rows))
+    seconds = {k: v["device_seconds"] for k, v in ledger.snapshot().items()}
+    assert seconds == {"a": 2.0, "b": 4.0}
 
 
 def test_a_step_without_tokens_is_paid_with_the_next():
@@ -120,6 +129,17 @@ def test_an_engine_books_every_token_by_tenant(fresh_llm):
         ("generation_tokens", "generation_tokens"),
     ):
         assert sum(one[name] for one in tenants) == counters[counter], name
+
+
+def test_steps_that_overlap_are_not_paid_twice(fresh_llm):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    begin_s = time.perf_counter()
+    fresh_llm.generate(
+        [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}], params
+    )
+    wall_s = time.perf_counter() - begin_s
+    (found,) = fresh_llm.stats()["tenants"].values()
+    assert 0 < found["device_seconds"] <= wall_s
 
 
 def test_live_requests_count_and_a_cancelled_one_stays_booked(fresh_llm):
