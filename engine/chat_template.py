@@ -1,6 +1,7 @@
 """Chat messages to prompt text, through the checkpoint's own template. No jax.
 
-Templates come from strangers: jinja2's immutable sandbox runs them.
+Templates come from strangers: jinja2's immutable sandbox runs them, within bounds of
+time and size (template_bounds.py).
 """
 
 import datetime
@@ -12,7 +13,13 @@ from typing import Any
 import jinja2
 import jinja2.ext
 from jinja2 import nodes, parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from headrace.engine.template_bounds import (
+    BoundedEnvironment,
+    Budget,
+    checked,
+    spending,
+)
 
 # What a stranger's template can raise at messages that it did not expect.
 _TEMPLATE_FAULTS = (
@@ -23,6 +30,7 @@ _TEMPLATE_FAULTS = (
     ArithmeticError,
     AttributeError,
     RecursionError,
+    MemoryError,
 )
 
 
@@ -64,15 +72,21 @@ def render(
     if template is None:
         raise ValueError("this model has no chat template; use generate")
     _check_messages(messages)
-    compiled = _compiled(template)
+    compiled, budget = _compiled(template), Budget()
+    known = {
+        "messages": [dict(message) for message in messages],
+        "bos_token": bos_token or "",
+        "eos_token": eos_token or "",
+        "add_generation_prompt": add_generation_prompt,
+    }
+    parts, length = [], 0
     try:
-        return compiled.render(
-            messages=[dict(message) for message in messages],
-            bos_token=bos_token or "",
-            eos_token=eos_token or "",
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
+        with spending(budget):
+            for part in compiled.generate(known | variables):
+                length += len(part)
+                budget.check_len(length)
+                parts.append(part)
+        return "".join(parts)
     except _TEMPLATE_FAULTS as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
 
@@ -97,16 +111,16 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = checked(_to_json)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
     try:
-        return environment.from_string(template)
+        return environment.bounded(template)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template does not parse: {error}") from None
 

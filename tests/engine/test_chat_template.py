@@ -1,10 +1,16 @@
 """Chat messages become the text that the template describes, or a ValueError."""
 
 import datetime
+import time
+import tracemalloc
 
+import jinja2
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.engine.chat_template import render
+from headrace.engine.template_bounds import BoundedEnvironment, Budget, spending
 
 CHATML = """{% for message in messages %}
     {% if loop.first and messages[0]['role'] != 'system' %}
@@ -92,6 +98,81 @@ def test_fault_inside_a_template_is_a_value_error(template):
 def test_template_cannot_leave_its_sandbox(template):
     with pytest.raises(ValueError, match="refuses the messages"):
         render(template, HELLO)
+
+
+TURNS = "{% for i in range(100000) %}"
+DOUBLED = "{% set n = namespace(x='a') %}" + TURNS + "{% set n.x = "
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TURNS * 2 + "{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
+        "{% endmacro %}{{ f(99) }}",
+        DOUBLED + "n.x + n.x %}{% endfor %}",
+        DOUBLED + "n.x ~ n.x %}{% endfor %}",
+        DOUBLED + "n.x * 2 %}{% endfor %}",
+        DOUBLED + "n.x | replace('a', 'aa') %}{% endfor %}",
+        DOUBLED + "[n.x, n.x] | join %}{% endfor %}",
+        TURNS + "{% for m in messages %}" + "x" * 1000 + "{% endfor %}{% endfor %}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ 10000000000 * [0] }}",
+        "{{ 'a' | center(10000000000) }}",
+        "{{ 'a'.ljust(10000000000) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '%*d' % (10000000000, 1) }}",
+        "{{ '%10000000000d' | format(1) }}",
+        "{{ '{:10000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, '10000000000') }}",
+        "{{ messages | tojson(indent=10000000000) }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{% set n = namespace(x=3) %}"
+        + TURNS
+        + "{% set n.x = n.x * n.x %}{% endfor %}",
+    ],
+)
+def test_template_can_neither_run_nor_grow_without_end(template):
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="refuses the messages"):
+            render(template, HELLO)
+        assert tracemalloc.get_traced_memory()[1] < 500e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_template_is_given_some_time():
+    source = "{% for i in range(1000) %}{{ slow() }}{% endfor %}"
+    template = BoundedEnvironment().bounded(source)
+    with spending(Budget(time_s=0.05)):
+        with pytest.raises(jinja2.TemplateError, match=r"takes longer than 0.05 s"):
+            template.render(slow=lambda: time.sleep(0.01))
+    with spending(Budget()):
+        assert template.render(slow=lambda: 1) == "1" * 1000
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries({"role": st.text(), "content": st.text()}), min_size=1
+    )
+)
+def test_any_messages_come_out_as_they_went_in(messages):
+    template = "{% for m in messages %}{{ m.role ~ m.content + '|' }}{% endfor %}"
+    wanted = "".join(f"{m['role']}{m['content']}|" for m in messages)
+    assert render(template, messages) == wanted
+
+
+@given(st.text(), st.text())
+def test_texts_that_look_like_formats_are_only_texts(role, content):
+    template = (
+        "{{ '%s %5d' % (messages[0].content, 7) }}{{ '{:>4}'.format(2 ** 3) }}"
+        "{{ '%s' | format(messages[0].role) }}{{ messages[0].content.strip() }}"
+    )
+    for text in (content, "*%1000000000d{:{}}"):
+        message = {"role": role, "content": text}
+        assert render(template, [message]) == f"{text}     7   8{role}{text.strip()}"
 
 
 def test_template_that_does_not_parse_is_a_value_error():
