@@ -15,9 +15,12 @@ class Checkpoint:
       params: the parameter tree (WORKSPACE.md), arrays on the device.
       tokenizer: None where the source has none.
       identity: hex digest that changes with the weights.
+      quantization: name of the scheme of quantized weights, see
+        configs/quantization.py; None where none are.
     """
 
     config: ModelConfig
     params: dict
     tokenizer: TokenizerSpec | None
     identity: str
+    quantization: str | None = None

@@ -5,16 +5,18 @@ layout), a hub id. `./x` and `/x` are paths, never hub ids. Parameters go to the
 one at a time, so that the host never holds the model twice.
 """
 
+import dataclasses
 import difflib
 import os
 import pathlib
 import re
 
-from headrace.checkpoints import registry
+from headrace.checkpoints import orbax_store, registry, safetensors_reader
 from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
 from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.checkpoints.name_map import assemble
-from headrace.checkpoints.shardings import Shardings, placer
+from headrace.checkpoints.quantize import Rounding, placer_of, round_checkpoint
+from headrace.checkpoints.shardings import Place, Shardings
 
 __all__ = ["Checkpoint", "load_checkpoint"]
 
@@ -23,6 +25,7 @@ def load_checkpoint(
     model: str | os.PathLike[str],
     *,
     dtype: str = "float32",
+    rounding: Rounding | None = None,
     shardings: Shardings = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
@@ -31,6 +34,7 @@ def load_checkpoint(
     Args:
       model: see the header of this file.
       dtype: storage type of the parameters on the device, cast on the host.
+      rounding: of weights on their way to the device; None leaves them.
       shardings: see `shardings.Shardings`.
       cache_dir: see `cache_dir.cache_dir`.
 
@@ -39,12 +43,12 @@ def load_checkpoint(
         source; what was tried and what is known is in the message.
     """
     name = os.fspath(model)
-    placer(dtype, shardings)  # refuses a bad dtype before anything is fetched
+    place = placer_of(dtype, shardings, rounding)  # refuses before anything is fetched
     folder = default_cache_dir(cache_dir)
     if name in registry.REGISTRY:
         path = registry.fetch(name, folder)
         digest = registry.REGISTRY[name].sha256
-        return load_gguf(path, dtype=dtype, shardings=shardings, identity=digest)
+        return _named(load_gguf(path, place, identity=digest), rounding)
     path = pathlib.Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -52,25 +56,41 @@ def load_checkpoint(
                 f"{path} is a file, but no .gguf file; a folder of safetensors is "
                 f"loaded by the folder's name"
             )
-        return load_gguf(path, dtype=dtype, shardings=shardings)
-    if path.is_dir():
-        return _load_folder(path, dtype=dtype, shardings=shardings)
-    if _is_hub_id(name):
+        return _named(load_gguf(path, place), rounding)
+    if not path.is_dir():
+        if not _is_hub_id(name):
+            raise ValueError(_unknown(name))
         from headrace.checkpoints.hub import download
 
         path = download(name, folder)
-        return _load_folder(path, dtype=dtype, shardings=shardings)
-    raise ValueError(_unknown(name))
+    if orbax_store.is_store(path):
+        return round_checkpoint(
+            orbax_store.load_store(path, dtype=dtype, shardings=shardings), rounding
+        )
+    return _named(safetensors_reader.load_folder(path, place), rounding)
+
+
+def _named(checkpoint: Checkpoint, rounding: Rounding | None) -> Checkpoint:
+    """A checkpoint whose weights were rounded on their way says so."""
+    if rounding is None:
+        return checkpoint
+    return dataclasses.replace(
+        checkpoint,
+        quantization=rounding.scheme.name,
+        identity=rounding.identity(checkpoint.identity),
+    )
 
 
 def load_gguf(
-    path: pathlib.Path,
-    *,
-    dtype: str = "float32",
-    shardings: Shardings = None,
-    identity: str | None = None,
+    path: pathlib.Path, place: Place, *, identity: str | None = None
 ) -> Checkpoint:
-    """Loads a .gguf file; its identity is the file's SHA-256."""
+    """Loads a .gguf file; its identity is the file's SHA-256.
+
+    Args:
+      path: the file.
+      place: see `name_map.assemble`.
+      identity: where it is known.
+    """
     from headrace.checkpoints import gguf_reader, gguf_tokenizer
 
     reader = gguf_reader.open_gguf(path)
@@ -78,7 +98,7 @@ def load_gguf(
         config = gguf_reader.model_config(reader)
         tokenizer = gguf_tokenizer.tokenizer_spec(reader)
         source = gguf_reader.GGUFSource(reader, config)
-        params = assemble(config, source, placer(dtype, shardings))
+        params = assemble(config, source, place)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return Checkpoint(
@@ -87,14 +107,6 @@ def load_gguf(
         tokenizer=tokenizer,
         identity=identity or registry.file_sha256(path),
     )
-
-
-def _load_folder(path: pathlib.Path, *, dtype: str, shardings: Shardings) -> Checkpoint:
-    from headrace.checkpoints import orbax_store, safetensors_reader
-
-    if orbax_store.is_store(path):
-        return orbax_store.load_store(path, dtype=dtype, shardings=shardings)
-    return safetensors_reader.load_folder(path, placer(dtype, shardings))
 
 
 def _is_hub_id(name: str) -> bool:

@@ -10,6 +10,9 @@ import numpy as np
 Shardings = Callable[[tuple[str, ...]], Any] | Mapping[str, Any] | None
 """Parameter path -> sharding, a tree like the parameters, or None: default device."""
 
+Place = Callable[[tuple[str, ...], np.ndarray], Any]
+"""Parameter path and host array -> what the parameter tree holds."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -31,9 +34,7 @@ def sharding_of(shardings: Shardings, path: tuple[str, ...]) -> Any:
     return node
 
 
-def placer(
-    dtype: str, shardings: Shardings
-) -> Callable[[tuple[str, ...], np.ndarray], jax.Array]:
+def placer(dtype: str, shardings: Shardings) -> Place:
     """Casts an array on the host and puts it on its device or devices.
 
     Raises:

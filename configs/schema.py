@@ -6,12 +6,13 @@ jax: the host side of the engine may use it freely.
 """
 
 import dataclasses
-import difflib
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from headrace.configs.checks import check_choice, check_int, check_range, check_tuple
+from headrace.configs.mapping import FromMapping
+from headrace.configs.quantization import parse_scheme
 
 Numerics = Literal["invariant", "fast"]
 Policy = Literal["fcfs", "priority", "fair", "static"]
@@ -23,48 +24,8 @@ KEY_BLOCK = 128
 PAGE_SIZES = (16, 32, 64)
 
 
-class _FromMapping:
-    """Adds `from_mapping` to a dataclass: unknown keys are an error that names them."""
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Builds the dataclass from a mapping, such as a ConfigDict or parsed JSON.
-
-        Args:
-          values: field name to value; lists become tuples.
-
-        Raises:
-          ValueError: a key is no field (the nearest field is named), or a value is
-            out of its range.
-        """
-        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        for key in values:
-            if key not in names:
-                near = difflib.get_close_matches(key, names, 1)
-                hint = f", did you mean {near[0]!r}?" if near else ";"
-                raise ValueError(
-                    f"{cls.__name__} has no key {key!r}{hint} known keys: {names}"
-                )
-        missing = [
-            field.name
-            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
-            if field.name not in values
-            and field.default is dataclasses.MISSING
-            and field.default_factory is dataclasses.MISSING
-        ]
-        if missing:
-            raise ValueError(f"{cls.__name__} lacks the keys {missing}")
-        return cls(**{key: _plain(value) for key, value in values.items()})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(_plain(item) for item in value)
-    return value
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling(_FromMapping):
+class RopeScaling(FromMapping):
     """Llama-3 stretching of the rotary wavelengths.
 
     Source: Llama 3.1 model card, `rope_type: llama3` in its config.json.
@@ -88,7 +49,7 @@ class RopeScaling(_FromMapping):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(_FromMapping):
+class ModelConfig(FromMapping):
     """Shapes and constants of one decoder-only model (axis letters: WORKSPACE.md).
 
     `context_len` is the longest request, prompt and output together, in tokens.
@@ -148,7 +109,7 @@ class ModelConfig(_FromMapping):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig(_FromMapping):
+class EngineConfig(FromMapping):
     """Sizes and policies of one engine. Every compiled shape follows from it.
 
     None means "choose from the model, the device and the memory that is free";
@@ -172,6 +133,9 @@ class EngineConfig(_FromMapping):
       scoring: compile what `score`, `perplexity` and `prompt_logprobs` need.
       max_stop_ids: stop ids per request that the device can check.
       param_dtype, kv_dtype: storage types of weights and KV pages.
+      quantization: scheme to which weights are rounded while they are loaded, such as
+        "int8" (configs/quantization.py); None leaves them as they come.
+      quantization_skip: parameters that are not, as patterns such as "layer_0/*".
       prefill_calls_per_decode: prefill calls that may run in a row while decode
         waits; 1 lets decode run in every step.
       policy: who gets a slot next: "fcfs", "priority" (lower first), "fair" (the
@@ -205,6 +169,8 @@ class EngineConfig(_FromMapping):
     max_stop_ids: int = 8
     param_dtype: Dtype | None = None
     kv_dtype: Dtype | None = None
+    quantization: str | None = None
+    quantization_skip: tuple[str, ...] = ("embedding", "head")
     prefill_calls_per_decode: int = 8
     policy: Policy = "fcfs"
     ageing_s: float = 10.0
@@ -242,6 +208,9 @@ class EngineConfig(_FromMapping):
             value = getattr(self, name)
             if value is not None:
                 check_choice(name, value, ("float32", "bfloat16"))
+        check_tuple("quantization_skip", self.quantization_skip)
+        if self.quantization is not None:
+            parse_scheme(self.quantization)
         if self.max_context_len is not None:
             check_int("max_context_len", self.max_context_len, 2)
         if self.num_pages is not None:

@@ -7,25 +7,52 @@ import jax.numpy as jnp
 import psutil
 
 from headrace.engine.sizing import DeviceFacts
+from headrace.layers.quantized import is_quantized, tree_bytes
 from headrace.pallas_kernels.gpu_target import gpu_capability
 
 
-def device_facts() -> DeviceFacts:
-    """Platform and free bytes of the default device, and of the host beside it."""
+def device_facts(weights: Any = None) -> DeviceFacts:
+    """Platform and free bytes of the default device, and of the host beside it.
+
+    Args:
+      weights: parameters that sizing counts itself: where they are placed already,
+        their memory counts as free.
+    """
+    leaves = jax.tree.leaves(weights)
+    placed = tree_bytes([x for x in leaves if isinstance(x, jax.Array)])
     device = jax.devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
         return DeviceFacts(
             platform=device.platform,
-            free_bytes=free,
+            free_bytes=free + placed,
             host_free_bytes=psutil.virtual_memory().available,
             capability=gpu_capability(),
         )
     free = psutil.virtual_memory().available
-    return DeviceFacts(platform=device.platform, free_bytes=free)
+    return DeviceFacts(platform=device.platform, free_bytes=free + placed)
 
 
 def place_params(params: Any, dtype: str) -> Any:
-    """Moves parameters to the default device; those that are there stay."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.dtype(dtype)), params)
+    """Moves parameters to the default device; those that are there stay.
+
+    Args:
+      params: the tree.
+      dtype: of those that are not quantized.
+    """
+
+    def place(leaf: Any) -> Any:
+        if is_quantized(leaf):
+            return jax.tree.map(jnp.asarray, leaf)
+        return jnp.asarray(leaf, jnp.dtype(dtype))
+
+    return jax.tree.map(place, params, is_leaf=is_quantized)
+
+
+def layout_of_quantized(params: Any) -> str:
+    """What programs depend on of weights that are quantized; else empty."""
+    if not any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
+        return ""
+    shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", params)
+    return str(jax.tree_util.tree_flatten_with_path(shapes))

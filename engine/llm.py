@@ -11,14 +11,17 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
 from headrace.checkpoints.load import Checkpoint, load_checkpoint
+from headrace.checkpoints.quantize import Rounding, round_checkpoint
 from headrace.configs.schema import EngineConfig
 from headrace.engine import prompts, scoring, sizing
 from headrace.engine.batch_run import Batch
-from headrace.engine.device_facts import device_facts, place_params
+from headrace.engine.device_facts import (
+    device_facts,
+    layout_of_quantized,
+    place_params,
+)
 from headrace.engine.ledger import Ledger
 from headrace.engine.loop import EngineLoop
 from headrace.engine.model_runner import ModelRunner
@@ -62,7 +65,9 @@ class LLM:
         config = _as_config(config)
         facts = device_facts()
         dtype = config.param_dtype or sizing.default_dtype(facts)
-        checkpoint = load_checkpoint(model, dtype=dtype, cache_dir=cache_dir)
+        checkpoint = load_checkpoint(
+            model, dtype=dtype, rounding=Rounding.of(config), cache_dir=cache_dir
+        )
         self._start(checkpoint, config, facts, cache_dir)
 
     @classmethod
@@ -74,17 +79,8 @@ class LLM:
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> "LLM":
         """An engine over weights at hand, such as synthetic ones."""
-        facts = device_facts()
-        # Sizing counts the weights itself; those already placed are not free memory.
-        leaves = jax.tree.leaves(checkpoint.params)
-        placed = sum(x.nbytes for x in leaves if isinstance(x, jax.Array))
-        llm = cls.__new__(cls)
-        llm._start(
-            checkpoint,
-            _as_config(config),
-            dataclasses.replace(facts, free_bytes=facts.free_bytes + placed),
-            cache_dir,
-        )
+        facts, llm = device_facts(checkpoint.params), cls.__new__(cls)
+        llm._start(checkpoint, _as_config(config), facts, cache_dir)
         return llm
 
     def _start(
@@ -94,11 +90,14 @@ class LLM:
         facts: sizing.DeviceFacts,
         cache_dir: str | os.PathLike[str] | None,
     ) -> None:
+        checkpoint = round_checkpoint(checkpoint, Rounding.of(config))
+        config = dataclasses.replace(config, quantization=checkpoint.quantization)
         resolved = sizing.resolve(checkpoint.config, config, facts)
         assert resolved.param_dtype
         folder = default_cache_dir(cache_dir) / "programs"
-        store = ProgramStore(folder, program_key(checkpoint.config, resolved))
         params = place_params(checkpoint.params, resolved.param_dtype)
+        layout = layout_of_quantized(params)
+        store = ProgramStore(folder, program_key(checkpoint.config, resolved, layout))
         runner = ModelRunner(checkpoint.config, resolved, params, store=store)
         runner.compile_all()
         memory = runner.ledger.memory_facts()

@@ -114,7 +114,7 @@ def plan_memory(
     return MemoryPlan(
         free_bytes=free_bytes,
         memory_fraction=config.memory_fraction,
-        weights_bytes=sizes.num_params(model) * sizes.DTYPE_BYTES[config.param_dtype],
+        weights_bytes=sizes.weights_bytes(model, config),
         state_bytes=sizes.state_bytes(model, config),
         step_bytes=sizes.step_bytes(model, config),
         temp_bytes=sizes.temp_bytes_bound(model, config, attention),

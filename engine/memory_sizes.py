@@ -5,8 +5,12 @@ compiled programs are an upper bound: the pool is sized, and with it all program
 their shapes, before anything is compiled. memory_plan.py adds up.
 """
 
+import fnmatch
+import math
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from headrace.configs.quantization import parse_scheme
 from headrace.configs.schema import KEY_BLOCK, EngineConfig, ModelConfig
 from headrace.engine.packed_layout import layout_of
 from headrace.engine.request import MAX_BAD_WORD_LEN
@@ -36,11 +40,59 @@ _SLACK_BYTES = 2**16
 
 def num_params(model: ModelConfig) -> int:
     """Parameters of the model, tied ones counted once."""
+    return sum(math.prod(shape) * count for _, shape, count in _parameters(model))
+
+
+def weights_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes of the parameters on the device, scales of quantized ones included.
+
+    Args:
+      model: its shapes.
+      config: with resolved storage types.
+
+    Raises:
+      ValueError: a group size that does not divide the inputs of a weight.
+    """
+    assert config.param_dtype
+    scheme = config.quantization and parse_scheme(config.quantization)
+    total = 0
+    for name, shape, count in _parameters(model):
+        plain = math.prod(shape) * DTYPE_BYTES[config.param_dtype]
+        for path in _paths(name, count):
+            if not scheme or len(shape) < 2 or _matches(path, config.quantization_skip):
+                total += plain
+            else:
+                total += scheme.weight_bytes(*shape)
+    return total
+
+
+def _parameters(model: ModelConfig) -> list[tuple[str, tuple[int, ...], int]]:
+    """Names, shapes as (out, in), and in how many layers they are; 1 is the model's."""
     D, F, H = model.model_dim, model.ffw_dim, model.head_dim
-    qkv = (model.num_heads + 2 * model.num_kv_heads) * H * D
-    layer = qkv + D * model.num_heads * H + 3 * F * D + 2 * D
-    tables = (1 if model.tie_embeddings else 2) * model.vocab_size * D
-    return model.num_layers * layer + tables + D
+    N, K, L = model.num_heads, model.num_kv_heads, model.num_layers
+    tables = ["embedding"] if model.tie_embeddings else ["embedding", "head"]
+    return [
+        *((name, (model.vocab_size, D), 1) for name in tables),
+        ("final_norm", (D,), 1),
+        *(("layer/" + name, shape, L) for name, shape in (
+            ("attention_norm", (D,)),
+            ("qkv", ((N + 2 * K) * H, D)),
+            ("out", (D, N * H)),
+            ("mlp_norm", (D,)),
+            ("gate_up", (2 * F, D)),
+            ("down", (D, F)),
+        )),
+    ]  # fmt: skip
+
+
+def _paths(name: str, count: int) -> Iterator[str]:
+    """As they stand in the parameter tree."""
+    kind, _, rest = name.partition("/")
+    return (f"layer_{i}/{rest}" for i in range(count)) if rest else iter((kind,))
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
 
 
 def page_bytes(model: ModelConfig, page_size: int, kv_dtype: str) -> int:

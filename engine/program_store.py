@@ -28,6 +28,7 @@ from headrace.checkpoints.cache_dir import atomic_write
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.compile_options import compiler_options
 from headrace.pallas_kernels.paged_attention import api as paged_attention
+from headrace.pallas_kernels.quantized_matmul import api as quantized_matmul
 from headrace.pallas_kernels.row_matmul import api as row_matmul
 
 logger = logging.getLogger(__name__)
@@ -116,14 +117,21 @@ def compile_fresh(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return lowered.compile(compiler_options=options)
 
 
-def program_key(model_config: ModelConfig, engine_config: EngineConfig) -> str:
+def program_key(
+    model_config: ModelConfig, engine_config: EngineConfig, weights: str = ""
+) -> str:
     """Names everything that a compiled program depends on, as a hash.
 
     Configs, versions, device, processor, threads, compiler flags and our own code.
+
+    Args:
+      model_config, engine_config: resolved.
+      weights: how quantized weights are laid out.
     """
     device = jax.devices()[0]
     facts = {
         "model": model_config.to_mapping(),
+        "weights": weights,
         "engine": {
             name: value
             for name, value in engine_config.to_mapping().items()
@@ -152,7 +160,12 @@ def _native_kernels(model: ModelConfig, engine: EngineConfig) -> list[str]:
         engine.page_size,
         engine.kv_dtype or "float32",
     )
-    return [attention, row_matmul.cpu_identity(engine.param_dtype or "float32")]
+    dtype = engine.param_dtype or "float32"
+    return [
+        attention,
+        row_matmul.cpu_identity(dtype),
+        quantized_matmul.cpu_identity(),
+    ]
 
 
 def _processor() -> str:

@@ -39,27 +39,24 @@ class Block(nn.Module):
         D, F, H = c.model_dim, c.ffw_dim, c.head_dim
         K, J, NH = c.num_kv_heads, c.group_size + 2, c.num_heads * c.head_dim
         self.attention_norm = self._scale("attention_norm", D)
-        self.qkv = self._weight(
+        self.qkv = linear.declare(
+            self,
             "qkv",
             (K, J, H, D),
             ("kv_heads", "q_per_kv_plus_2", "head_dim", "model_dim"),
         )
-        self.out = self._weight("out", (D, NH), ("model_dim", "heads_times_head_dim"))
-        self.mlp_norm = self._scale("mlp_norm", D)
-        self.gate_up = self._weight(
-            "gate_up", (2, F, D), ("gate_and_up", "ffw_dim", "model_dim")
+        self.out = linear.declare(
+            self, "out", (D, NH), ("model_dim", "heads_times_head_dim")
         )
-        self.down = self._weight("down", (D, F), ("model_dim", "ffw_dim"))
+        self.mlp_norm = self._scale("mlp_norm", D)
+        self.gate_up = linear.declare(
+            self, "gate_up", (2, F, D), ("gate_and_up", "ffw_dim", "model_dim")
+        )
+        self.down = linear.declare(self, "down", (D, F), ("model_dim", "ffw_dim"))
 
     def _scale(self, name: str, size: int) -> Float[Array, " D"]:
         init = nn.with_logical_partitioning(nn.initializers.ones, ("model_dim",))
         return self.param(name, init, (size,), jnp.dtype(self.param_dtype))
-
-    def _weight(
-        self, name: str, shape: tuple[int, ...], axes: tuple[str, ...]
-    ) -> Float[Array, "..."]:
-        init = nn.with_logical_partitioning(linear.kernel_init(shape[-1]), axes)
-        return self.param(name, init, shape, jnp.dtype(self.param_dtype))
 
     def __call__(
         self,

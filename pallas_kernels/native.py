@@ -28,7 +28,7 @@ _FLAGS = (
     "-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-fPIC", "-shared",
     "-w",
 )  # fmt: skip
-_SHARED = pathlib.Path(__file__).with_name("cpu_tasks.h")
+_SHARED = tuple(sorted(pathlib.Path(__file__).parent.glob("*.h")))
 _TIMEOUT_S = 300
 
 
@@ -75,7 +75,7 @@ def load(
     if path is None:
         logger.warning("no C++ compiler: plain XLA instead of %s", source.name)
         return None
-    text = source.read_bytes() + _SHARED.read_bytes()
+    text = b"".join(path.read_bytes() for path in (source, *_SHARED))
     key = hashlib.sha256(repr((identity(), defines)).encode() + text).hexdigest()[:32]
     library = _folder() / f"{source.parent.name}-{key}.so"
     try:

@@ -65,6 +65,8 @@ def engine_facts(llm: Any) -> dict[str, Any]:
     """What an engine adds: weights, text, config, device, programs."""
     import jax
 
+    from headrace.engine.device_facts import layout_of_quantized
+    from headrace.engine.device_facts import layout_of_quantized
     from headrace.engine.program_store import program_key
 
     device = jax.devices()[0]
@@ -79,7 +81,9 @@ def engine_facts(llm: Any) -> dict[str, Any]:
             "kind": device.device_kind,
             "count": jax.device_count(),
         },
-        "code_processor_and_flags": program_key(llm.model_config, runner.config),
+        "code_processor_and_flags": program_key(
+            llm.model_config, runner.config, layout_of_quantized(runner.params)
+        ),
         "programs": {
             "-".join(map(str, key)): hlo_sha256(runner.program(key).as_text())
             for key in runner.program_keys()

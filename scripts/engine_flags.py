@@ -47,6 +47,11 @@ flags.DEFINE_enum(
     ["invariant", "fast"],
     "'invariant' keeps a request's bits free of its company.",
 )
+flags.DEFINE_string(
+    "quantization",
+    None,
+    "Rounds weights while they are loaded: int8, w8a8, fp8, fp8-w8a8, int4-g64, ...",
+)
 flags.DEFINE_enum(
     "policy",
     None,
@@ -54,6 +59,9 @@ flags.DEFINE_enum(
     "Who gets a slot next; 'static' decodes whole batches to their end.",
 )
 flags.DEFINE_string("cache_dir", None, "Where weights and compiled programs are kept.")
+
+
+_SETTINGS = ("num_slots", "max_context_len", "numerics", "policy", "quantization")
 
 
 def engine_settings() -> tuple[ModelConfig | None, EngineConfig]:
@@ -70,9 +78,7 @@ def engine_settings() -> tuple[ModelConfig | None, EngineConfig]:
     if FLAGS.config is not None:
         model, engine = parse_config(load_config(FLAGS.config))
     changes = {
-        name: FLAGS[name].value
-        for name in ("num_slots", "max_context_len", "numerics", "policy")
-        if FLAGS[name].value is not None
+        name: FLAGS[name].value for name in _SETTINGS if FLAGS[name].value is not None
     }
     if "num_slots" in changes:
         changes["decode_batch_sizes"] = None

@@ -29,17 +29,15 @@ class Llama(nn.Module):
         c = self.config
         V, D = c.vocab_size, c.model_dim
         dtype = jnp.dtype(self.param_dtype)
-        table = nn.with_logical_partitioning(
-            linear.kernel_init(D), ("vocab", "model_dim")
-        )
-        self.embedding = self.param("embedding", table, (V, D), dtype)
+        axes = ("vocab", "model_dim")
+        self.embedding = linear.declare(self, "embedding", (V, D), axes)
         for layer, (group, index) in enumerate(kv.layer_slots(c)):
             block = Block(c, group, index, self.param_dtype, name=f"layer_{layer}")
             setattr(self, f"block_{layer}", block)
         ones = nn.with_logical_partitioning(nn.initializers.ones, ("model_dim",))
         self.final_norm = self.param("final_norm", ones, (D,), dtype)
         if not c.tie_embeddings:
-            self.head = self.param("head", table, (V, D), dtype)
+            self.head = linear.declare(self, "head", (V, D), axes)
 
     def __call__(
         self, kv_cache: KVCache, inputs: ModelInputs
@@ -64,7 +62,7 @@ class Llama(nn.Module):
             kv.write_places(inputs.positions_BT, inputs.query_len_B, table, page_size)
             for table in inputs.page_tables
         ]
-        x_BTD = self.embedding[inputs.tokens_BT]
+        x_BTD = linear.embed(self.embedding, inputs.tokens_BT, self.param_dtype)
         for layer, (group, _) in enumerate(kv.layer_slots(c)):
             x_BTD, groups[group] = getattr(self, f"block_{layer}")(
                 x_BTD, groups[group], inputs, rotary=rotary, places=places[group]

@@ -204,6 +204,6 @@ def test_an_engine_does_not_serve_what_would_run_out_of_memory(
     leaves = jax.tree.leaves(tiny_checkpoint.params)
     placed = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, jax.Array))
     facts = DeviceFacts(platform="cpu", free_bytes=plan.used_bytes + 1000 - placed)
-    monkeypatch.setattr(llm_module, "device_facts", lambda: facts)
+    monkeypatch.setattr(llm_module, "device_facts", lambda _: facts)
     with pytest.raises(ValueError, match="compiled programs do not fit beside the"):
         LLM.from_checkpoint(tiny_checkpoint, config=config)

@@ -42,10 +42,11 @@ def test_a_page_of_llama_8b_is_128_kib_a_token():
 @pytest.mark.parametrize(("model", "device"), [(SMOL, CPU), (LLAMA_8B, H200)])
 def test_zero_flags_give_a_whole_config_that_fits(model, device):
     config = resolve(model, EngineConfig(), device)
-    # None stays where it means "no bound".
+    # None stays where it means "no bound", or "as they come".
     open_keys = {k for k, v in dataclasses.asdict(config).items() if v is None}
     assert open_keys == {
         "max_queued_requests", "max_queued_tokens", "max_tokens_per_step",
+        "quantization",
     }  # fmt: skip
     pool = config.num_pages * page_bytes(model, config.page_size, config.kv_dtype)
     weights = num_params(model) * (4 if device.platform == "cpu" else 2)

@@ -74,7 +74,7 @@ def test_preflight_and_a_start_agree_to_the_byte(
     facts = DeviceFacts(platform="cpu", free_bytes=64 * 10**6)
     # A start finds its weights placed, and counts them as free.
     found = dataclasses.replace(facts, free_bytes=facts.free_bytes - placed)
-    monkeypatch.setattr(llm_module, "device_facts", lambda: found)
+    monkeypatch.setattr(llm_module, "device_facts", lambda _: found)
     monkeypatch.setattr(device_facts_module, "device_facts", lambda: facts)
     monkeypatch.setattr(engine_flags, "engine_settings", lambda: (model, config))
     plans = []

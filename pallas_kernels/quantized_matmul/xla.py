@@ -1,0 +1,69 @@
+"""Rows times quantized weights in plain XLA: GPUs without a kernel, CPUs without C++.
+
+A scale that is an output's own is applied to the sums, so that one product reads the
+stored values. Group scales cannot be: few rows multiply group by group and add up
+scaled sums, which builds no weight but [S, R, O] sums; many rows build the weight.
+"""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Num
+
+# Rows up to which the sums of all groups are smaller than the weight.
+_FEW_ROWS = 16
+
+
+def quantized_matmul_xla(
+    values_OI: Num[Array, "O I"],
+    scales_OS: Float[Array, "O S"],
+    zeros_OS: Int[Array, "O S"] | None,
+    x_RI: Float[Array, "R I"],
+    out_dtype: DTypeLike,
+) -> Float[Array, "R O"]:
+    """See `api.quantized_matmul`."""
+    num_groups = scales_OS.shape[1]
+    values_OSG = _centred(values_OI.reshape(*scales_OS.shape, -1), zeros_OS, x_RI.dtype)
+    if num_groups == 1:
+        sums_OR = _products("oi,ri->or", values_OSG[:, 0], x_RI)
+        return (sums_OR * scales_OS).T.astype(out_dtype)
+    if x_RI.shape[0] <= _FEW_ROWS:
+        x_RSG = x_RI.reshape(x_RI.shape[0], num_groups, -1)
+        sums_SOR = _products("osg,rsg->sor", values_OSG, x_RSG)
+        return (sums_SOR * scales_OS.T[..., None]).sum(0).T.astype(out_dtype)
+    weight_OSG = values_OSG.astype(jnp.float32) * scales_OS[..., None]
+    weight_OI = weight_OSG.reshape(values_OI.shape)
+    return _products("oi,ri->or", weight_OI.astype(x_RI.dtype), x_RI).T.astype(
+        out_dtype
+    )
+
+
+def int8_matmul_xla(
+    values_OI: Num[Array, "O I"],
+    scales_O1: Float[Array, "O 1"],
+    x_RI: Num[Array, "R I"],
+    x_scales_R1: Float[Array, "R 1"],
+    out_dtype: DTypeLike,
+) -> Float[Array, "R O"]:
+    """Both sides quantized: int32 sums, exact, or float32 ones of fp8; then scales."""
+    is_int = jnp.issubdtype(values_OI.dtype, jnp.integer)
+    sums_RO = jnp.einsum(
+        "ri,oi->ro",
+        x_RI,
+        values_OI,
+        preferred_element_type=jnp.int32 if is_int else jnp.float32,
+    )
+    scaled = sums_RO.astype(jnp.float32) * (x_scales_R1 * scales_O1.T)
+    return scaled.astype(out_dtype)
+
+
+def _centred(
+    values: Num[Array, "O S G"], zeros_OS: Int[Array, "O S"] | None, dtype: DTypeLike
+) -> Float[Array, "O S G"]:
+    """Exact in bfloat16, too: all are whole numbers under 256, or 8-bit floats."""
+    if zeros_OS is None:
+        return values.astype(dtype)
+    return values.astype(dtype) - zeros_OS.astype(dtype)[..., None]
+
+
+def _products(what: str, values: Array, x: Array) -> Array:
+    return jnp.einsum(what, values, x, preferred_element_type=jnp.float32)

@@ -1,0 +1,87 @@
+"""An engine over quantized weights: the dequantized model's tokens, in fewer bytes."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.checkpoints.quantize import Rounding, round_checkpoint
+from headrace.configs.quantization import parse_scheme
+from headrace.engine import memory_sizes, sizing
+from headrace.layers.quantized import is_quantized, tree_bytes
+from headrace.pallas_kernels.quantized_matmul import api
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+SCHEMES = ["int8", "int4-g32", "int4-g32-z", "fp8", "w8a8", "fp8-w8a8"]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_config, tiny_checkpoint):
+    """run(scheme, checkpoint): bits of some prompts together, and of one alone."""
+
+    def bits(output):
+        one = output.outputs[0]
+        return one.token_ids, [
+            [(i, e.logprob) for i, e in entry.items()] for entry in one.logprobs
+        ]
+
+    def go(scheme=None, checkpoint=tiny_checkpoint):
+        config = dataclasses.replace(tiny_config[1], quantization=scheme)
+        llm = LLM.from_checkpoint(checkpoint, config=config)
+        rng = np.random.default_rng(0)
+        prompts = [
+            {"prompt_token_ids": rng.integers(1, 500, n).tolist()}
+            for n in (5, 40, 17, 1, 90)
+        ]
+        together = [bits(o) for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        (alone,) = llm.generate(prompts[1:2], GREEDY, use_tqdm=False)
+        facts = llm.engine_config, tree_bytes(llm._runner.params)
+        llm.close()
+        return together, bits(alone), facts
+
+    return go
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bits_are_free_of_company_and_the_plan_counts_every_byte(
+    run, scheme, tiny_config
+):
+    together, alone, (config, num_bytes) = run(scheme)
+    assert together[1] == alone
+    assert config.quantization == scheme
+    assert memory_sizes.weights_bytes(tiny_config[0], config) == num_bytes
+
+
+@pytest.mark.skipif(not api.cpu_identity(), reason="no C++ compiler here")
+@pytest.mark.parametrize("scheme", ["int8", "int4-g32-z", "fp8"])
+def test_bits_are_those_of_the_dequantized_model(run, scheme, tiny_checkpoint):
+    rounding = Rounding(scheme=parse_scheme(scheme), skip=("embedding", "head"))
+    rounded = round_checkpoint(tiny_checkpoint, rounding)
+    plain = jax.tree.map(
+        lambda leaf: leaf.dequantized() if is_quantized(leaf) else leaf,
+        rounded.params,
+        is_leaf=is_quantized,
+    )
+    whole = dataclasses.replace(tiny_checkpoint, params=plain)
+    assert run(scheme)[0] == run(None, whole)[0]
+
+
+def test_weights_that_come_quantized_say_so_and_are_not_rounded_again(
+    run, tiny_checkpoint
+):
+    rounding = Rounding(scheme=parse_scheme("int8"), skip=("embedding", "head"))
+    rounded = round_checkpoint(tiny_checkpoint, rounding)
+    together, _, (config, _) = run(None, rounded)
+    assert config.quantization == "int8" and together == run("int8")[0]
+    with pytest.raises(ValueError, match="quantized already, as int8"):
+        run("int4-g32", rounded)
+
+
+def test_a_group_that_does_not_divide_is_refused_before_anything_is_made(tiny_config):
+    model, config = tiny_config
+    config = dataclasses.replace(config, quantization="int4-g96")
+    device = sizing.DeviceFacts(platform="cpu", free_bytes=2**34)
+    with pytest.raises(ValueError, match="group size 96"):
+        sizing.resolve(model, config, device)
