@@ -3,7 +3,9 @@
 import dataclasses
 import logging
 
-import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from headrace import LLM
 from headrace.configs import EngineConfig, load_config, parse_config
 from headrace.engine import llm as llm_module
 from headrace.engine import memory_plan, memory_sizes, sizing
+from headrace.engine.device_facts import device_facts
 from headrace.engine.memory_plan import MemoryPlan
 from headrace.engine.sizing import DeviceFacts
 
@@ -200,10 +203,15 @@ def test_an_engine_does_not_serve_what_would_run_out_of_memory(
     config = dataclasses.replace(config, memory_fraction=1.0)
     ample = DeviceFacts(platform="cpu", free_bytes=2**34)
     plan = sizing.plan_of(model, sizing.resolve(model, config, ample), ample)
-    # Weights that are placed already are added to what is free.
-    leaves = jax.tree.leaves(tiny_checkpoint.params)
-    placed = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, jax.Array))
-    facts = DeviceFacts(platform="cpu", free_bytes=plan.used_bytes + 1000 - placed)
+    facts = DeviceFacts(platform="cpu", free_bytes=plan.used_bytes + 1000)
     monkeypatch.setattr(llm_module, "device_facts", lambda _: facts)
     with pytest.raises(ValueError, match="compiled programs do not fit beside the"):
         LLM.from_checkpoint(tiny_checkpoint, config=config)
+
+
+def test_weights_that_are_placed_already_count_as_free(monkeypatch):
+    free = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    weights = {"a": jnp.zeros(1000), "b": jnp.zeros((8, 10), jnp.int4), "c": np.ones(3)}
+    bare, placed = device_facts(), device_facts(weights)
+    assert placed.free_bytes - bare.free_bytes == 4000 + 40

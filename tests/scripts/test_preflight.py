@@ -69,12 +69,8 @@ def test_preflight_and_a_start_agree_to_the_byte(
         config, num_pages=None, scoring=True, max_logprobs=-1, numerics="fast",
         host_kv_bytes=10**6,
     )  # fmt: skip
-    leaves = jax.tree.leaves(tiny_checkpoint.params)
-    placed = _nbytes([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
     facts = DeviceFacts(platform="cpu", free_bytes=64 * 10**6)
-    # A start finds its weights placed, and counts them as free.
-    found = dataclasses.replace(facts, free_bytes=facts.free_bytes - placed)
-    monkeypatch.setattr(llm_module, "device_facts", lambda _: found)
+    monkeypatch.setattr(llm_module, "device_facts", lambda _: facts)
     monkeypatch.setattr(device_facts_module, "device_facts", lambda: facts)
     monkeypatch.setattr(engine_flags, "engine_settings", lambda: (model, config))
     plans = []
