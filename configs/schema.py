@@ -17,11 +17,13 @@ from headrace.configs.quantization import parse_scheme
 Numerics = Literal["invariant", "fast"]
 Policy = Literal["fcfs", "priority", "fair", "static"]
 Dtype = Literal["float32", "bfloat16"]
+KVDtype = Literal["float32", "bfloat16", "int8", "float8_e4m3fn"]
 
 KEY_BLOCK = 128
 """Keys per block of the XLA attention; pages divide it (DESIGN: fixed blocks)."""
 
 PAGE_SIZES = (16, 32, 64)
+KV_8BIT = ("int8", "float8_e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,8 @@ class EngineConfig(FromMapping):
       max_grammar_len: characters of a request's JSON schema, regex, choices or grammar.
       scoring: compile what `score`, `perplexity` and `prompt_logprobs` need.
       max_stop_ids: stop ids per request that the device can check.
-      param_dtype, kv_dtype: storage types of weights and KV pages.
+      param_dtype, kv_dtype: storage types of weights and KV pages; pages of 8 bits have
+        a scale per token and kv head.
       quantization: scheme to which weights are rounded while they are loaded, such as
         "int8" (configs/quantization.py); None leaves them as they come.
       quantization_skip: parameters that are not, as patterns such as "layer_0/*".
@@ -168,7 +171,7 @@ class EngineConfig(FromMapping):
     scoring: bool = False
     max_stop_ids: int = 8
     param_dtype: Dtype | None = None
-    kv_dtype: Dtype | None = None
+    kv_dtype: KVDtype | None = None
     quantization: str | None = None
     quantization_skip: tuple[str, ...] = ("embedding", "head")
     prefill_calls_per_decode: int = 8
@@ -204,10 +207,14 @@ class EngineConfig(FromMapping):
         check_int("max_stop_ids", self.max_stop_ids, 1, 64)
         check_int("compile_threads", self.compile_threads, 1)
         check_int("prefill_calls_per_decode", self.prefill_calls_per_decode, 1)
-        for name in ("param_dtype", "kv_dtype"):
-            value = getattr(self, name)
-            if value is not None:
-                check_choice(name, value, ("float32", "bfloat16"))
+        for name, kinds in (("param_dtype", Dtype), ("kv_dtype", KVDtype)):
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), typing.get_args(kinds))
+        if self.kv_dtype in KV_8BIT and self.page_size < 32:
+            raise ValueError(
+                f"kv_dtype {self.kv_dtype} needs a page_size of at least 32, got "
+                f"{self.page_size}"
+            )
         check_tuple("quantization_skip", self.quantization_skip)
         if self.quantization is not None:
             parse_scheme(self.quantization)

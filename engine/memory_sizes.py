@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from headrace.configs.quantization import parse_scheme
-from headrace.configs.schema import KEY_BLOCK, EngineConfig, ModelConfig
+from headrace.configs.schema import KEY_BLOCK, KV_8BIT, EngineConfig, ModelConfig
 from headrace.engine.packed_layout import layout_of
 from headrace.engine.request import MAX_BAD_WORD_LEN
 from headrace.engine.sampling_params import TOP_ON_DEVICE, num_top
@@ -96,9 +96,11 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
 
 
 def page_bytes(model: ModelConfig, page_size: int, kv_dtype: str) -> int:
-    """Bytes of one page, keys and values of all layers."""
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    return token * page_size * DTYPE_BYTES[kv_dtype]
+    """Bytes of one page, keys, values and their scales, of all layers."""
+    heads = 2 * model.num_layers * model.num_kv_heads
+    if kv_dtype in KV_8BIT:
+        return heads * page_size * (model.head_dim + 4)
+    return heads * page_size * model.head_dim * DTYPE_BYTES[kv_dtype]
 
 
 def page_bytes_of(model: ModelConfig, config: EngineConfig) -> int:

@@ -9,7 +9,9 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float, Int
 
-KVGroup = tuple[Float[Array, "L P K C H"], Float[Array, "L P K C H"]]
+# Key and value pages [L, P, K, C, H]; where these have 8 bits their scales, too,
+# [L, P, K, C] each.
+KVGroup = tuple[Array, ...]
 KVCache = tuple[KVGroup, ...]
 Params = dict
 

@@ -1,16 +1,18 @@
 """The paged KV cache as a pytree: allocation, sizes, and the write in place.
 
 A cache is a tuple over KV groups (layers with the same window, K and H), each one
-pair of pools `[L_g, P_g, K, C, H]`. Page 0 of a pool is the dummy that padding
+pair of pools `[L_g, P_g, K, C, H]`, and pools of 8 bits have a float32 scale for each
+token and kv head, `[L_g, P_g, K, C]`. Page 0 of a pool is the dummy that padding
 writes to. Which request owns which page is the host's business, not this file's.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
-from headrace.configs.schema import ModelConfig
+from headrace.configs.schema import KV_8BIT, ModelConfig
 from headrace.layers.inputs import KVCache, KVGroup
+from headrace.layers.quantized_rows import quantize_rows
 
 
 def layer_slots(config: ModelConfig) -> tuple[tuple[int, int], ...]:
@@ -20,8 +22,8 @@ def layer_slots(config: ModelConfig) -> tuple[tuple[int, int], ...]:
 
 def cache_shapes(
     config: ModelConfig, *, num_pages: int, page_size: int, dtype: str
-) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct], ...]:
-    """Shapes of the pools, one pair per KV group."""
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+    """Shapes of the pools, and of the scales of quantized ones, per KV group."""
     pool = jax.ShapeDtypeStruct(
         (
             config.num_layers,
@@ -32,13 +34,16 @@ def cache_shapes(
         ),
         jnp.dtype(dtype),
     )
-    return ((pool, pool),)
+    if dtype not in KV_8BIT:
+        return ((pool, pool),)
+    scales = jax.ShapeDtypeStruct(pool.shape[:-1], jnp.float32)
+    return ((pool, pool, scales, scales),)
 
 
 def allocate(
     config: ModelConfig, *, num_pages: int, page_size: int, dtype: str
 ) -> KVCache:
-    """Zeroed pools; two buffers per KV group, donated to every step."""
+    """Zeroed pools and scales, donated to every step."""
     shapes = cache_shapes(config, num_pages=num_pages, page_size=page_size, dtype=dtype)
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
@@ -76,7 +81,34 @@ def write(
 ) -> KVGroup:
     """Writes one layer's keys and values into their pages, in place when donated."""
     page_BT, offset_BT = places
-    k_pages, v_pages = group
-    k_pages = k_pages.at[layer, page_BT, :, offset_BT].set(k_BTKH.astype(k_pages.dtype))
-    v_pages = v_pages.at[layer, page_BT, :, offset_BT].set(v_BTKH.astype(v_pages.dtype))
-    return k_pages, v_pages
+    k_pages, v_pages, *scales = group
+
+    def put(pool: Array, new: Array) -> Array:
+        return pool.at[layer, page_BT, :, offset_BT].set(new.astype(pool.dtype))
+
+    if not scales:
+        return put(k_pages, k_BTKH), put(v_pages, v_BTKH)
+    k_BTKH, k_scales_BTK = _quantized(k_BTKH, k_pages.dtype.name)
+    v_BTKH, v_scales_BTK = _quantized(v_BTKH, v_pages.dtype.name)
+    return (
+        put(k_pages, k_BTKH),
+        put(v_pages, v_BTKH),
+        put(scales[0], k_scales_BTK),
+        put(scales[1], v_scales_BTK),
+    )
+
+
+def scales_of(group: KVGroup) -> tuple[Array, Array] | None:
+    """Of keys and values, where the pools have 8 bits."""
+    return (group[2], group[3]) if len(group) == 4 else None
+
+
+def _quantized(
+    x_BTKH: Float[Array, "B T K H"], dtype: str
+) -> tuple[Num[Array, "B T K H"], Float[Array, "B T K"]]:
+    """Each token's head by its own largest value, so it depends on nothing else."""
+    values_RH, scales_R1 = quantize_rows(
+        x_BTKH.reshape(-1, x_BTKH.shape[-1]),
+        dtype,  # type: ignore[arg-type]
+    )
+    return values_RH.reshape(x_BTKH.shape), scales_R1.reshape(x_BTKH.shape[:-1])

@@ -93,11 +93,12 @@ class Block(nn.Module):
         group = kv.write(group, self.kv_index, places, k_BTKH, v_BTKH)
         out_BTKGH = paged_attention(
             q_BTKGH,
-            group,
+            group[:2],
             self.kv_index,
             page_table_BM=inputs.page_tables[self.kv_group],
             positions_BT=inputs.positions_BT,
             context_len_B=inputs.context_len_B,
+            scales=kv.scales_of(group),
         )
         flat = out_BTKGH.reshape(*out_BTKGH.shape[:2], -1)
         return linear.matmul(self.out, flat, inputs.query_len_B), group

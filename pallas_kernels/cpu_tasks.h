@@ -53,6 +53,37 @@ inline Floats load(const uint16_t* from) {
   return value;
 }
 
+inline Floats load(const int8_t* from) {
+  typedef int8_t Bytes __attribute__((vector_size(LANES)));
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Floats);
+}
+
+// float8_e4m3fn: a sign, 4 bits of exponent with bias 7, 3 of mantissa, no infinity.
+struct Fp8 {
+  uint8_t bits;
+};
+
+// Exact, and without subnormal floats on the way: the processor may take them for 0.
+inline Floats load(const Fp8* from) {
+  typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+  typedef int32_t Words __attribute__((vector_size(LANES * 4)));
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  Words all = __builtin_convertvector(bytes, Words), size = all & 127;
+  Words is_small = size < 8;  // no leading one: (1 + m / 8 - 1) * 2^-6
+  Words bits = (size << 20) + (is_small ? Words{} + (121 << 23) : Words{} + (120 << 23));
+  bits = size == 127 ? Words{} + 0x7fc00000 : bits;
+  Floats value;
+  std::memcpy(&value, &bits, sizeof value);
+  value = is_small ? value - 0.015625f : value;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits |= (all & 128) << 24;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
 // Written out: `Floats{} + x` would add a zero, which is not free.

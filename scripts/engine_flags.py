@@ -53,6 +53,12 @@ flags.DEFINE_string(
     "Rounds weights while they are loaded: int8, w8a8, fp8, fp8-w8a8, int4-g64, ...",
 )
 flags.DEFINE_enum(
+    "kv_dtype",
+    None,
+    ["float32", "bfloat16", "int8", "float8_e4m3fn"],
+    "Storage type of KV pages.",
+)
+flags.DEFINE_enum(
     "policy",
     None,
     ["fcfs", "priority", "fair", "static"],
@@ -61,7 +67,9 @@ flags.DEFINE_enum(
 flags.DEFINE_string("cache_dir", None, "Where weights and compiled programs are kept.")
 
 
-_SETTINGS = ("num_slots", "max_context_len", "numerics", "policy", "quantization")
+_SETTINGS = (
+    "num_slots", "max_context_len", "numerics", "policy", "quantization", "kv_dtype",
+)  # fmt: skip
 
 
 def engine_settings() -> tuple[ModelConfig | None, EngineConfig]:

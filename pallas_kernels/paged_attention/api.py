@@ -100,7 +100,7 @@ def paged_attention(
             choices["cuda"] = functools.partial(_mosaic_gpu, **rest)
         else:
             _say_once(reason)
-    elif arrays.is_plain and options.is_plain:
+    elif arrays.is_simple and options.is_plain:
         _, _, _, C, H = pools[0].shape
         if cpu_identity(q_BTKGH.shape[3], H, C, pools[0].dtype.name):
             choices["cpu"] = functools.partial(cpu.paged_attention_cpu, **rest)

@@ -5,6 +5,9 @@
 // nothing but its own query, page table and limit, so its bits depend neither on the
 // other rows nor on how many tokens or threads share the call.
 //
+// Pages of 8 bits have a scale per key and per value. It meets the score of a key and the
+// weight of a value, not the numbers themselves.
+//
 // Online softmax over absolute blocks of 128 keys: Milakov and Gimelshein 2018.
 
 #include "../cpu_tasks.h"
@@ -31,6 +34,10 @@ constexpr int TILE = IS_WIDE ? 4 : 3;
 constexpr int OUT_VECTORS = VECTORS % 4 == 0 ? 4 : VECTORS % 2 == 0 ? 2 : 1;
 constexpr float MASKED = -1e30f;
 static_assert(H % LANES == 0, "the head size must be a multiple of 16");
+
+// Whether pages of this type have scales.
+template <class Element>
+constexpr bool IS_SCALED = sizeof(Element) == 1;
 
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 
@@ -98,6 +105,9 @@ template <class Element>
 struct Block {
   const Element* k_pages[KEY_BLOCK / LANES];
   const Element* v_pages[KEY_BLOCK / LANES];
+  // Of pages of 8 bits; else unused.
+  const float* k_scales[KEY_BLOCK / LANES];
+  const float* v_scales[KEY_BLOCK / LANES];
   int page_size;
   int first;     // position of the block's first key
   int num_keys;  // that any query of the task sees
@@ -166,9 +176,18 @@ void attend_block(const Block<Element>& block, Query* queries) {
   // A page's rows past the context are read too: their scores are masked.
   for (int s = 0; s < block.num_keys; s += LANES) {
     const Element* keys = block.k_pages[s / C] + s % C * H;
-    for (int n = 0; n < N; ++n) store(score[n] + s, dots<LANES / 2, 0>(q[n], keys));
+    for (int n = 0; n < N; ++n) {
+      Floats products = dots<LANES / 2, 0>(q[n], keys);
+      if constexpr (IS_SCALED<Element>) products *= load(block.k_scales[s / C] + s % C);
+      store(score[n] + s, products);
+    }
   }
   for (int n = 0; n < N; ++n) weigh(score[n], block.first, block.num_keys, queries[n]);
+  if constexpr (IS_SCALED<Element>)
+    // Past the context both may be anything; sum_values reads neither.
+    for (int s = 0; s < block.num_keys; s += LANES)
+      for (int n = 0; n < N; ++n)
+        store(score[n] + s, load(score[n] + s) * load(block.v_scales[s / C] + s % C));
   for (int h = 0; h < H; h += OUT_VECTORS * LANES)
     sum_values<N>(block, score, queries, h);
 }
@@ -181,6 +200,7 @@ struct Call {
   float* out_BTKGH;
   int B, T, K, G, M, P, C, layer, tokens_per_task;
   float scale;
+  const float *k_scales_LPKC, *v_scales_LPKC;
 
   int num_chunks() const { return (T + tokens_per_task - 1) / tokens_per_task; }
   int num_tasks() const { return B * K * num_chunks(); }
@@ -222,8 +242,10 @@ struct Call {
     for (int j = 0; j * C < num_keys; ++j) {
       int64_t page = table_BM[static_cast<int64_t>(b) * M + first / C + j];
       if (page < 0 || page >= P) page = 0;  // never outside the pool
-      int64_t at = ((static_cast<int64_t>(layer) * P + page) * K + k) * C * H;
-      block.k_pages[j] = k_LPKCH + at, block.v_pages[j] = v_LPKCH + at;
+      int64_t at = ((static_cast<int64_t>(layer) * P + page) * K + k) * C;
+      block.k_pages[j] = k_LPKCH + at * H, block.v_pages[j] = v_LPKCH + at * H;
+      if constexpr (IS_SCALED<Element>)
+        block.k_scales[j] = k_scales_LPKC + at, block.v_scales[j] = v_scales_LPKC + at;
     }
     return block;
   }
@@ -237,11 +259,12 @@ struct Call {
   }
 };
 
-template <ffi::DataType type, class Element>
+template <class Element>
 ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
-                           ffi::Buffer<type> k, ffi::Buffer<type> v,
+                           ffi::AnyBuffer k, ffi::AnyBuffer v,
                            ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> positions,
-                           ffi::Buffer<ffi::S32> context,
+                           ffi::Buffer<ffi::S32> context, ffi::Buffer<ffi::F32> k_scales,
+                           ffi::Buffer<ffi::F32> v_scales,
                            ffi::ResultBuffer<ffi::F32> out, int64_t layer) {
   auto q_shape = q.dimensions(), pool_shape = k.dimensions();
   int G = static_cast<int>(q_shape[3]);
@@ -250,8 +273,8 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
   auto call = std::make_shared<Call<Element>>();
   *call = {
       q.typed_data(),
-      reinterpret_cast<const Element*>(k.untyped_data()),
-      reinterpret_cast<const Element*>(v.untyped_data()),
+      static_cast<const Element*>(k.untyped_data()),
+      static_cast<const Element*>(v.untyped_data()),
       table.typed_data(),
       positions.typed_data(),
       context.typed_data(),
@@ -266,6 +289,8 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
       static_cast<int>(layer),
       std::max(1, TARGET_QUERIES / G),
       1.0f / __builtin_sqrtf(static_cast<float>(H)),
+      k_scales.typed_data(),
+      v_scales.typed_data(),
   };
   headrace::run_tasks<Call<Element>>(pool, call);
   return ffi::Error::Success();
@@ -273,19 +298,22 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
 
 }  // namespace
 
-#define HANDLER(symbol, type, Element)                            \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                  \
-      symbol, (paged_attention<type, Element>),                   \
-      ffi::Ffi::Bind()                                            \
-          .Ctx<ffi::ThreadPool>()                                 \
-          .Arg<ffi::Buffer<ffi::F32>>()                           \
-          .Arg<ffi::Buffer<type>>()                               \
-          .Arg<ffi::Buffer<type>>()                               \
-          .Arg<ffi::Buffer<ffi::S32>>()                           \
-          .Arg<ffi::Buffer<ffi::S32>>()                           \
-          .Arg<ffi::Buffer<ffi::S32>>()                           \
-          .Ret<ffi::Buffer<ffi::F32>>()                           \
-          .Attr<int64_t>("layer"))
+#define HANDLER(symbol, Element)                                             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, paged_attention<Element>,            \
+                                ffi::Ffi::Bind()                             \
+                                    .Ctx<ffi::ThreadPool>()                  \
+                                    .Arg<ffi::Buffer<ffi::F32>>()            \
+                                    .Arg<ffi::AnyBuffer>()                   \
+                                    .Arg<ffi::AnyBuffer>()                   \
+                                    .Arg<ffi::Buffer<ffi::S32>>()            \
+                                    .Arg<ffi::Buffer<ffi::S32>>()            \
+                                    .Arg<ffi::Buffer<ffi::S32>>()            \
+                                    .Arg<ffi::Buffer<ffi::F32>>()            \
+                                    .Arg<ffi::Buffer<ffi::F32>>()            \
+                                    .Ret<ffi::Buffer<ffi::F32>>()            \
+                                    .Attr<int64_t>("layer"))
 
-HANDLER(paged_attention_float32, ffi::F32, float);
-HANDLER(paged_attention_bfloat16, ffi::BF16, uint16_t);
+HANDLER(paged_attention_float32, float);
+HANDLER(paged_attention_bfloat16, uint16_t);
+HANDLER(paged_attention_int8, int8_t);
+HANDLER(paged_attention_float8_e4m3fn, headrace::Fp8);

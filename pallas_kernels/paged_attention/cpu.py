@@ -36,14 +36,19 @@ def paged_attention_cpu(
     """
     G, H = q_BTKGH.shape[3:]
     name = _target(G, H, pools[0].shape[3], pools[0].dtype.name)
-    if name is None or not (arrays.is_plain and options.is_plain):
+    if name is None or not (arrays.is_simple and options.is_plain):
         raise NotImplementedError("no CPU kernel of this kind on this machine")
     call = jax.ffi.ffi_call(
         name,
         jax.ShapeDtypeStruct(q_BTKGH.shape, jnp.float32),
     )
     indices = (a.astype(jnp.int32) for a in arrays[:3] if a is not None)
-    out = call(q_BTKGH.astype(jnp.float32), *pools, *indices, layer=np.int64(layer))
+    no_scales = jnp.zeros((0, 0, 0, 0), jnp.float32)
+    scales = (
+        no_scales if one is None else one for one in (arrays.k_scales, arrays.v_scales)
+    )
+    rows = q_BTKGH.astype(jnp.float32)
+    out = call(rows, *pools, *indices, *scales, layer=np.int64(layer))
     return out.astype(q_BTKGH.dtype)
 
 
@@ -57,8 +62,8 @@ def identity(group: int, head_dim: int, page_size: int, dtype: str) -> str:
       dtype: of the pools.
 
     Returns:
-      A hash; the empty string where plain XLA serves: no C++ compiler works here, the
-      pools are neither float32 nor bfloat16, or a size is one that the kernel lacks.
+      A hash; the empty string where plain XLA serves: no C++ compiler works here, or a
+      type or a size is one that the kernel lacks.
     """
     name = _target(group, head_dim, page_size, dtype)
     return native.identity() if name else ""
@@ -68,7 +73,7 @@ def identity(group: int, head_dim: int, page_size: int, dtype: str) -> str:
 def _target(group: int, head_dim: int, page_size: int, dtype: str) -> str | None:
     """Name under which XLA knows the kernel for these sizes; None without one."""
     if (
-        dtype not in ("float32", "bfloat16")
+        dtype not in ("float32", "bfloat16", "int8", "float8_e4m3fn")
         or group > _MAX_GROUP
         or head_dim > _MAX_HEAD_DIM
         or head_dim % _LANES

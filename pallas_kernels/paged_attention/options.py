@@ -75,6 +75,6 @@ class AttentionArrays(NamedTuple):
     v_scales: Float[Array, "L P K C"] | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether there are a table, positions and lengths alone."""
-        return all(value is None for value in self[3:])
+    def is_simple(self) -> bool:
+        """Whether there are neither trees nor sinks."""
+        return self.tree_mask_BT is None and self.sinks_KG is None

@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, EngineConfig, SamplingParams
 from headrace.checkpoints.quantize import Rounding, round_checkpoint
 from headrace.configs.quantization import parse_scheme
 from headrace.engine import memory_sizes, sizing
+from headrace.layers import kv_cache as kv
 from headrace.layers.quantized import is_quantized, tree_bytes
 from headrace.pallas_kernels.quantized_matmul import api
 
@@ -27,8 +28,8 @@ def run(tiny_config, tiny_checkpoint):
             [(i, e.logprob) for i, e in entry.items()] for entry in one.logprobs
         ]
 
-    def go(scheme=None, checkpoint=tiny_checkpoint):
-        config = dataclasses.replace(tiny_config[1], quantization=scheme)
+    def go(scheme=None, checkpoint=tiny_checkpoint, **changes):
+        config = dataclasses.replace(tiny_config[1], quantization=scheme, **changes)
         llm = LLM.from_checkpoint(checkpoint, config=config)
         rng = np.random.default_rng(0)
         prompts = [
@@ -85,3 +86,40 @@ def test_a_group_that_does_not_divide_is_refused_before_anything_is_made(tiny_co
     device = sizing.DeviceFacts(platform="cpu", free_bytes=2**34)
     with pytest.raises(ValueError, match="group size 96"):
         sizing.resolve(model, config, device)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_pages_of_8_bits_keep_bits_free_of_company_and_near_the_others(run, kv_dtype):
+    paged = dict(page_size=32, num_pages=None)
+    together, alone, (config, _) = run(kv_dtype=kv_dtype, **paged)
+    assert together[1] == alone and config.kv_dtype == kv_dtype
+    wide, _, _ = run(**paged)
+
+    def first_logprob(found):
+        return np.array([logprobs[0][0][1] for _, logprobs in found])
+
+    off = np.abs(first_logprob(together) - first_logprob(wide))
+    assert 0 < off.max() < 0.2
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_what_a_page_of_8_bits_takes(kv_dtype, tiny_config):
+    model = tiny_config[0]
+    cache = kv.allocate(model, num_pages=3, page_size=32, dtype=kv_dtype)
+    planned = memory_sizes.page_bytes(model, 32, kv_dtype)
+    assert kv.page_bytes(cache) == planned
+    assert planned < memory_sizes.page_bytes(model, 32, "float32") / 3
+
+
+def test_preempted_pages_of_8_bits_come_back_bit_for_bit(run, tiny_config):
+    """A pool too small for all: pages and their scales go to the host and return."""
+    model, _ = tiny_config
+    page = memory_sizes.page_bytes(model, 32, "int8")
+    ample = run(kv_dtype="int8", page_size=32, num_pages=None)[0]
+    tight = dict(num_pages=6, max_context_len=128, host_kv_bytes=40 * page)
+    assert run(kv_dtype="int8", page_size=32, **tight)[0] == ample
+
+
+def test_short_pages_of_8_bits_are_refused():
+    with pytest.raises(ValueError, match="page_size of at least 32, got 16"):
+        EngineConfig(kv_dtype="int8", page_size=16)

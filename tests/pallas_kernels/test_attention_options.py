@@ -51,6 +51,47 @@ def test_plain_xla_equals_the_truth_with_every_option(data):
     assert np.abs(out - truth).max() <= 1e-5 * max(1, np.abs(truth).max())
 
 
+@pytest.mark.skipif(not api.cpu_identity(3, 32, 32, "int8"), reason="no C++ compiler")
+@settings(max_examples=20, deadline=None)
+@given(
+    dtype=st.sampled_from([np.int8, ml_dtypes.float8_e4m3fn]),
+    T=st.sampled_from([1, 5]),
+    lengths=st.lists(st.just(0) | st.integers(5, 300), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_the_cpu_kernel_reads_pages_of_8_bits(dtype, T, lengths, seed):
+    case = make_case(lengths, T=T, K=2, G=3, H=32, C=32, M=10, dtype=dtype, seed=seed)
+    case = dataclasses.replace(case, q_BTKGH=case.q_BTKGH.astype(np.float32))
+    out, truth = np.asarray(attend(case, implementation="cpu")), case.truth()
+    assert np.isfinite(out).all()
+    assert np.abs(out - truth).max() <= 1e-5 * max(1, np.abs(truth).max())
+    for row in range(len(lengths)):
+        alone = attend(case.rows([row]), implementation="cpu")
+        np.testing.assert_array_equal(alone[0], out[row])
+
+
+@pytest.mark.skipif(not api.cpu_identity(3, 32, 32, "int8"), reason="no C++ compiler")
+def test_the_cpu_kernel_knows_every_fp8_number():
+    """A row with one key gives its value: 256 numbers in 8 values of 32."""
+    bits = np.arange(256, dtype=np.uint8).reshape(1, 8, 1, 1, 32)
+    pools = np.zeros((2, 9, 1, 32, 32), np.uint8)
+    pools[LAYER, 1:, 0, 0] = bits[0, :, 0, 0]
+    pool = jnp.asarray(pools.view(ml_dtypes.float8_e4m3fn))
+    scales = jnp.ones(pool.shape[:4])
+    out = api.paged_attention(
+        jnp.zeros((8, 1, 1, 1, 32)),
+        (jnp.zeros_like(pool), pool),
+        LAYER,
+        page_table_BM=jnp.arange(1, 9, dtype=jnp.int32)[:, None],
+        positions_BT=jnp.zeros((8, 1), jnp.int32),
+        context_len_B=jnp.ones(8, jnp.int32),
+        scales=(scales, scales),
+        implementation="cpu",
+    )
+    wanted = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32).ravel()
+    np.testing.assert_array_equal(np.asarray(out).ravel(), wanted)
+
+
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_a_page_outside_the_pool_is_read_as_page_0(implementation):
     case = make_case([40, 33], M=3)
