@@ -92,8 +92,7 @@ def load_workload(name: str, limit: int | None = None) -> Workload:
         raise ValueError(f"{path} holds no request")
     if any(row.get("arrival_s") for row in rows):
         raise ValueError(
-            f"workload {path.stem!r} has arrival times, which need the asynchronous "
-            f"engine; it does not exist yet"
+            f"workload {path.stem!r} has arrival times; bench_serving keeps to them"
         )
     return Workload(
         name=path.stem,
