@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -222,4 +223,36 @@ def round_checkpoint(checkpoint: Checkpoint, rounding: Rounding | None) -> Check
         params=jax.tree_util.tree_map_with_path(rounded, checkpoint.params),
         quantization=rounding.scheme.name,
         identity=rounding.identity(checkpoint.identity),
+    )
+
+
+def quantized_shapes(shapes: dict, dtype: str, rounding: Rounding | None) -> dict:
+    """The parameter tree of rounded weights, as shapes of device arrays.
+
+    Args:
+      shapes: of `layers.models.param_shapes`.
+      dtype: of parameters that are not quantized.
+      rounding: of the others; None leaves all.
+
+    Raises:
+      ValueError: a group size that does not divide the inputs of a weight.
+    """
+
+    def struct(path: tuple[Any, ...], shape: tuple[int, ...]) -> Any:
+        names = tuple(key.key for key in path)
+        if rounding is None or is_skipped(names, len(shape), rounding.skip):
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        scheme = rounding.scheme
+        grouped = (*shape[:-1], scheme.num_groups(shape[-1]))
+        return QuantizedTensor(
+            values=jax.ShapeDtypeStruct(shape, _DTYPES[scheme.values]),  # type: ignore[arg-type]
+            scales=jax.ShapeDtypeStruct(grouped, jnp.float32),  # type: ignore[arg-type]
+            zeros=jax.ShapeDtypeStruct(grouped, jnp.int8)  # type: ignore[arg-type]
+            if scheme.has_zeros
+            else None,
+            scheme=scheme,
+        )
+
+    return jax.tree_util.tree_map_with_path(
+        struct, shapes, is_leaf=lambda node: isinstance(node, tuple)
     )

@@ -7,7 +7,7 @@ their shapes, before anything is compiled. memory_plan.py adds up.
 
 import fnmatch
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 from headrace.configs.quantization import parse_scheme
@@ -53,17 +53,26 @@ def weights_bytes(model: ModelConfig, config: EngineConfig) -> int:
     Raises:
       ValueError: a group size that does not divide the inputs of a weight.
     """
+    return sum(
+        parameter_bytes(path, shape, config)
+        for name, shape, count in _parameters(model)
+        for path in _paths(name, count)
+    )
+
+
+def parameter_bytes(path: str, shape: tuple[int, ...], config: EngineConfig) -> int:
+    """Bytes of one parameter.
+
+    Args:
+      path: in the tree, such as "layer_0/out".
+      shape: as (out, in), or a norm's.
+      config: see `weights_bytes`.
+    """
     assert config.param_dtype
-    scheme = config.quantization and parse_scheme(config.quantization)
-    total = 0
-    for name, shape, count in _parameters(model):
-        plain = math.prod(shape) * DTYPE_BYTES[config.param_dtype]
-        for path in _paths(name, count):
-            if not scheme or len(shape) < 2 or _matches(path, config.quantization_skip):
-                total += plain
-            else:
-                total += scheme.weight_bytes(*shape)
-    return total
+    is_skipped = any(fnmatch.fnmatch(path, p) for p in config.quantization_skip)
+    if config.quantization is None or len(shape) < 2 or is_skipped:
+        return math.prod(shape) * DTYPE_BYTES[config.param_dtype]
+    return parse_scheme(config.quantization).weight_bytes(*shape)
 
 
 def _parameters(model: ModelConfig) -> list[tuple[str, tuple[int, ...], int]]:
@@ -89,10 +98,6 @@ def _paths(name: str, count: int) -> Iterator[str]:
     """As they stand in the parameter tree."""
     kind, _, rest = name.partition("/")
     return (f"layer_{i}/{rest}" for i in range(count)) if rest else iter((kind,))
-
-
-def _matches(path: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
 
 
 def page_bytes(model: ModelConfig, page_size: int, kv_dtype: str) -> int:

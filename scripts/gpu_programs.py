@@ -137,6 +137,7 @@ def described(
     import jax
     import jax.numpy as jnp
 
+    from headrace.checkpoints.quantize import Rounding, quantized_shapes
     from headrace.engine import programs
     from headrace.engine.packed_layout import layout_of
     from headrace.engine.processors import empty_extras
@@ -151,10 +152,8 @@ def described(
     layout = layout_of(config)
     pool = {"num_pages": config.num_pages, "page_size": config.page_size}
     operands = programs.Operands(
-        params=jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(config.param_dtype)),
-            param_shapes(model),
-            is_leaf=lambda node: isinstance(node, tuple),
+        params=quantized_shapes(
+            param_shapes(model), config.param_dtype, Rounding.of(config)
         ),
         kv_cache=kv.cache_shapes(model, **pool, dtype=config.kv_dtype),
         logits_BQV=jax.ShapeDtypeStruct((rows, 1, vocab_size), jnp.float32),

@@ -29,7 +29,7 @@ flags.DEFINE_string(
     "beginning will do: h200.",
 )
 flags.DEFINE_integer("num_gpus", 1, "More than one comes with sharding.", lower_bound=1)
-flags.DEFINE_string("quant", None, "Comes with quantization.")
+flags.DEFINE_alias("quant", "quantization")
 flags.DEFINE_list(
     "lengths",
     None,
@@ -158,10 +158,6 @@ def _refuse_flags() -> None:
         raise NotImplementedError(
             f"--num_gpus={FLAGS.num_gpus}: one GPU so far; more come with sharding"
         )
-    if FLAGS.quant is not None:
-        raise NotImplementedError(
-            f"--quant={FLAGS.quant}: weights are not quantized in memory yet"
-        )
     if FLAGS.config is None or FLAGS.model is not None:
         raise ValueError("preflight takes --config, and no --model")
 
@@ -189,9 +185,10 @@ def run() -> int:
 
 def _print(facts: dict[str, Any], no_compiler: str | None) -> None:
     memory = facts["memory"]
+    weights = facts["quantization"] or facts["param_dtype"]
     print(
         f"max_context_len {facts['max_context_len']}, num_slots {facts['num_slots']}, "
-        f"{facts['param_dtype']} weights, {facts['kv_dtype']} pages\n"
+        f"{weights} weights, {facts['kv_dtype']} pages\n"
         f"decode buckets {facts['decode_batch_sizes']}, prefill shapes "
         f"{facts['prefill_shapes']}\n"
     )

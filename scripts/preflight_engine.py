@@ -19,8 +19,8 @@ from headrace.scripts.preflight_model import DENSE_FLOPS, Floors
 
 _SETTINGS = (
     "max_context_len", "num_slots", "num_pages", "page_size", "decode_batch_sizes",
-    "prefill_shapes", "numerics", "param_dtype", "kv_dtype", "memory_fraction",
-    "host_kv_bytes",
+    "prefill_shapes", "numerics", "param_dtype", "kv_dtype", "quantization",
+    "memory_fraction", "host_kv_bytes",
 )  # fmt: skip
 _DERIVED = "budget_bytes", "pool_bytes", "used_bytes", "left_bytes", "fitting_pages"
 

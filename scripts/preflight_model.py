@@ -10,7 +10,11 @@ import os
 import re
 
 from headrace.configs.schema import EngineConfig, ModelConfig
-from headrace.engine.memory_sizes import DTYPE_BYTES, num_params, page_bytes
+from headrace.engine.memory_sizes import (
+    page_bytes,
+    parameter_bytes,
+    weights_bytes,
+)
 from headrace.engine.sizing import DeviceFacts
 from headrace.scripts import gpu_compile
 
@@ -90,11 +94,13 @@ class Floors:
 
         Of an input table that is not the head too, only the tokens' rows.
         """
-        assert self.config.param_dtype
         D, V = self.model.model_dim, self.model.vocab_size
-        unread = 0 if self.model.tie_embeddings else V * D
-        read = num_params(self.model) - unread + tokens * D
-        return read * DTYPE_BYTES[self.config.param_dtype]
+
+        def table(rows: int) -> int:
+            return parameter_bytes("embedding", (rows, D), self.config)
+
+        unread = 0 if self.model.tie_embeddings else table(V)
+        return weights_bytes(self.model, self.config) - unread + table(tokens)
 
     def decode_ms(self, rows: int, context: int) -> float | None:
         """ITL: a decode step of `rows` requests that hold `context` tokens each."""

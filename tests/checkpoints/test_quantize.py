@@ -15,9 +15,11 @@ from headrace.checkpoints.quantize import (
     place_quantized,
     placer_of,
     quantize_array,
+    quantized_shapes,
     round_checkpoint,
 )
 from headrace.configs.quantization import parse_scheme
+from headrace.layers.models import param_shapes
 from headrace.layers.quantized import QuantizedTensor, is_quantized, tree_bytes
 from headrace.pallas_kernels.quantized_matmul.reference import dequantize
 
@@ -155,3 +157,14 @@ def test_the_weight_it_stands_for_has_order_and_factors_in_it():
 def test_int4_is_counted_as_half_a_byte():
     tree = {"a": np.zeros((4, 6), ml_dtypes.int4), "b": np.zeros(3, np.float32)}
     assert tree_bytes(tree) == 12 + 12
+
+
+@pytest.mark.parametrize("name", [*NAMES, None])
+def test_shapes_are_those_of_the_rounded_weights(tiny_checkpoint, name):
+    skip = ("embedding", "head")
+    rounding = name and Rounding(scheme=parse_scheme(name), skip=skip)
+    shapes = quantized_shapes(param_shapes(tiny_checkpoint.config), "float32", rounding)
+    rounded = round_checkpoint(tiny_checkpoint, rounding).params
+    assert jax.tree.structure(shapes) == jax.tree.structure(rounded)
+    for ours, theirs in zip(*map(jax.tree.leaves, (shapes, rounded)), strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
