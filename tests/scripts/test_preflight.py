@@ -282,25 +282,3 @@ def test_compiled_for_a_gpu_no_program_takes_more_than_its_estimate():
     assert said["memory"]["are_temps_compiled"]
     for name, program in guessed["programs"].items():
         assert said["programs"][name]["temp_bytes"] <= program["temp_bytes"], name
-
-
-def test_fewer_bits_leave_more_pages_and_lower_floors(fly):
-    said = {}
-    for quant in (None, "int8", "int4-g128"):
-        words = [f"--quant={quant}"] if quant else []
-        more = ["--nocompile", "--max_context_len=8192", "--kv_dtype=bfloat16"]
-        code, lines, _ = fly("--config=llama3_1_8b", "--target=h200", *words, *more)
-        assert code == 0
-        said[quant] = json.loads(lines[-1])
-        assert said[quant]["quantization"] == quant
-    weights = {name: facts["memory"]["weights_bytes"] for name, facts in said.items()}
-    # 1.05e9 parameters of the two tables stay; a scale of 4 bytes per 128 weights.
-    tables = 2 * 128_256 * 4096 * 2
-    rest = weights[None] - tables
-    assert weights["int8"] == pytest.approx(tables + rest / 2, rel=1e-3)
-    assert weights["int4-g128"] == pytest.approx(
-        tables + rest * (0.25 + 1 / 64), rel=1e-3
-    )
-    steps = [facts["programs"]["decode[8]"] for facts in said.values()]
-    floors = [step["model_itl_ms"] for step in steps]
-    assert floors == sorted(floors, reverse=True) and floors[2] < 0.5 * floors[0]
