@@ -66,7 +66,6 @@ def engine_facts(llm: Any) -> dict[str, Any]:
     import jax
 
     from headrace.engine.device_facts import layout_of_quantized
-    from headrace.engine.device_facts import layout_of_quantized
     from headrace.engine.program_store import program_key
 
     device = jax.devices()[0]
