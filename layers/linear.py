@@ -4,7 +4,10 @@ Weights are stored (out, in): arrays, or `QuantizedTensor`s. A packed weight may
 a tuple of its parts, where these differ in scheme or in the order of their inputs.
 """
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -21,6 +24,25 @@ from headrace.pallas_kernels.row_matmul.api import row_matmul
 
 Weight = Array | QuantizedTensor
 PackedWeight = Weight | tuple[Weight, ...]
+
+
+_SEEN: contextvars.ContextVar[list[Array] | None] = contextvars.ContextVar(
+    "rows of products", default=None
+)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Array]]:
+    """Notes the rows of every product meanwhile, in order, for calibration.
+
+    While a function is traced these are its own values, to be returned by it.
+    """
+    seen: list[Array] = []
+    token = _SEEN.set(seen)
+    try:
+        yield seen
+    finally:
+        _SEEN.reset(token)
 
 
 def matmul(
@@ -42,6 +64,8 @@ def matmul(
       `x @ w.T`, with x's leading axes.
     """
     x_RI = x_XI.reshape(-1, x_XI.shape[-1])
+    if (seen := _SEEN.get()) is not None:
+        seen.append(x_RI)
     if isinstance(w_OI, QuantizedTensor):
         y_RO = _quantized(w_OI, x_RI, query_len_B, out_dtype)
     else:

@@ -3,25 +3,27 @@
     python -m headrace.scripts.quality_report --schemes=int8,w8a8,fp8,kv-int8
     python -m headrace.scripts.quality_report --model=FOLDER --text=my.txt
 
-Both models predict every next token of the same text, in windows of
---window_tokens.
+Both models predict every next token of the same text, in windows of --window_tokens.
 Prints a table, a line of JSON per scheme, and with --plot a picture. Schemes: names of
-configs/quantization.py, rtn-gN for int4-gN, and kv-int8 and kv-fp8 for KV pages. The
-text is the prompts of the workload `long` unless --text names one. Exits with 1 where a
-scheme cannot be made.
+configs/quantization.py, rtn-gN for int4-gN, awq-gN and gptq-gN for the same with
+calibration, w8a8-smooth, and kv-int8 and kv-fp8 for KV pages. The text is the prompts
+of the workload `long` unless --text names one; calibration is on those of `offline`.
+Exits with 1 where a scheme cannot be made.
 """
 
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from headrace.checkpoints.calibrate import Method, calibrated
 from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.checkpoints.load import load_checkpoint
 from headrace.checkpoints.quantize import Rounding, round_checkpoint
@@ -50,6 +52,8 @@ flags.DEFINE_string("plot", None, "PNG file for a picture of the table.")
 
 _KV = {"kv-int8": "int8", "kv-fp8": "float8_e4m3fn"}
 _PAGE = 64
+# Windows, and tokens of each, of the calibration text.
+_CALIBRATION = (16, 512)
 
 Forward = Callable[[Any, np.ndarray], jax.Array]
 
@@ -81,18 +85,28 @@ def forward_of(model: ModelConfig, kv_dtype: str, length: int) -> Forward:
     return forward
 
 
-def scheme_of(name: str) -> tuple[Rounding | None, str]:
-    """Rounding of the weights, and type of the pages, that a name asks for.
+class Wanted(NamedTuple):
+    """What the name of a scheme asks for; None leaves the weights as they came."""
+
+    rounding: Rounding | None
+    method: Method | None = None
+    kv_dtype: str = "float32"
+
+
+def scheme_of(name: str) -> Wanted:
+    """Reads the name of a scheme.
 
     Raises:
       ValueError: no such scheme.
     """
     if name in _KV:
-        return None, _KV[name]
-    if name.startswith("rtn-"):
-        name = f"int4-{name.removeprefix('rtn-')}"
+        return Wanted(None, kv_dtype=_KV[name])
+    prefix, _, rest = name.partition("-")
+    method = {"awq": "awq", "gptq": "gptq", "w8a8": "smooth" if rest else None}
+    plain = f"int4-{rest}" if prefix in ("rtn", "awq", "gptq") else name
+    scheme = parse_scheme("w8a8" if name == "w8a8-smooth" else plain)
     skip = EngineConfig().quantization_skip
-    return Rounding(scheme=parse_scheme(name), skip=skip), "float32"
+    return Wanted(Rounding(scheme=scheme, skip=skip), method.get(prefix))  # type: ignore[arg-type]
 
 
 def compare(
@@ -109,12 +123,11 @@ def compare(
     Raises:
       ValueError: no such scheme, or one that does not fit the model.
     """
-    rounding, kv_dtype = scheme_of(name)
-    other = round_checkpoint(base, rounding)
-    length = texts[0].size - 1
+    wanted, length = scheme_of(name), texts[0].size - 1
+    other = quantized(base, wanted)
     forward = base_forward
-    if rounding is not None or kv_dtype != "float32":
-        forward = forward_of(base.config, kv_dtype, length)
+    if wanted.rounding is not None or wanted.kv_dtype != "float32":
+        forward = forward_of(base.config, wanted.kv_dtype, length)
     found = Agreement()
     for window in texts:
         both = (
@@ -122,7 +135,7 @@ def compare(
             for run, params in ((base_forward, base.params), (forward, other.params))
         )
         found.add(*(np.asarray(logits) for logits in both), window[1:])
-    page = kv.allocate(base.config, num_pages=1, page_size=_PAGE, dtype=kv_dtype)
+    page = kv.allocate(base.config, num_pages=1, page_size=_PAGE, dtype=wanted.kv_dtype)
     return {
         "scheme": name,
         **found.facts(),
@@ -131,6 +144,16 @@ def compare(
         "kv_bytes_per_token": kv.page_bytes(page) // _PAGE,
         "layer_error": layer_errors(base.params, other.params),
     }
+
+
+def quantized(base: Checkpoint, wanted: Wanted) -> Checkpoint:
+    """The model in a scheme, calibrated where it asks for that."""
+    if wanted.rounding is None or wanted.method is None:
+        return round_checkpoint(base, wanted.rounding)
+    prompts = fold_ids(load_workload("offline"), base.config.vocab_size).prompts
+    length = min(_CALIBRATION[1], base.config.context_len)
+    texts = [w[:-1] for w in windows(prompts, length, math.prod(_CALIBRATION))]
+    return calibrated(base, wanted.rounding, wanted.method, texts)
 
 
 def layer_errors(base: dict, other: dict) -> dict[str, float]:

@@ -88,6 +88,25 @@ def test_a_run_tells_schemes_apart(capsys, tmp_path):
     assert picture.stat().st_size > 1000
 
 
+def test_names_say_method_scheme_and_pages():
+    for name, scheme, method, pages in (
+        ("int8", "int8", None, "float32"),
+        ("w8a8", "w8a8", None, "float32"),
+        ("fp8-w8a8", "fp8-w8a8", None, "float32"),
+        ("w8a8-smooth", "w8a8", "smooth", "float32"),
+        ("rtn-g64", "int4-g64", None, "float32"),
+        ("awq-g32-z", "int4-g32-z", "awq", "float32"),
+        ("gptq-g128", "int4-g128", "gptq", "float32"),
+        ("kv-int8", None, None, "int8"),
+    ):
+        wanted = quality_report.scheme_of(name)
+        found = wanted.rounding and wanted.rounding.scheme.name
+        assert (found, wanted.method, wanted.kv_dtype) == (scheme, method, pages)
+    for name in ("w8a8-", "awq", "gptq-", "kv-int4", "smooth"):
+        with pytest.raises(ValueError):
+            quality_report.scheme_of(name)
+
+
 @pytest.mark.parametrize("settings, message", [
     ({"schemes": ["int8", "int3"]}, "quantization must be such as"),
     ({"schemes": ["rtn-g7"]}, "does not divide"),
