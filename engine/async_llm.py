@@ -17,7 +17,7 @@ from headrace.engine import prompts, scoring
 from headrace.engine.llm import LLM
 from headrace.engine.outputs import RequestOutput
 from headrace.engine.prompt_reader import ReadPrompt
-from headrace.engine.request_state import RequestState
+from headrace.engine.reader import Reader, tell
 from headrace.engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,10 @@ class AsyncLLM:
           ValueError: see `PromptReader.read`.
         """
         (params,) = prompts.spread_params(sampling_params, 1)
-        checked = prompts.as_prompt(prompt)
-        return await asyncio.to_thread(self._llm._reader.read, checked, params)
+        checked, reader = prompts.as_prompt(prompt), self._llm._reader
+        if reader.is_quick(checked, params):
+            return reader.read(checked, params)
+        return await asyncio.to_thread(reader.read, checked, params)
 
     async def chat_prompt(self, messages: Any) -> prompts.Prompt:
         """A conversation as the model's chat template has it, for `add`.
@@ -174,7 +176,7 @@ class AsyncLLM:
 
         def end() -> None:
             self._llm._loop.cancel(reader.state)
-            reader.tell()
+            tell([reader])
 
         self._post(end)
 
@@ -248,50 +250,11 @@ class AsyncLLM:
             except RuntimeError as error:
                 # The engine has failed and ended every request; later ones are told.
                 logger.error("the engine has failed", exc_info=error)
-                self._tell_all()
+                tell(self._readers.values())
                 self._wake.wait()
                 continue
-            for state in news:
-                if (reader := self._readers.get(state.request_id)) is not None:
-                    reader.tell()
+            found = [self._readers.get(state.request_id) for state in news]
+            tell(reader for reader in found if reader is not None)
         self._llm.close()
-        self._tell_all()
+        tell(self._readers.values())
         self._empty_inbox()
-
-    def _tell_all(self) -> None:
-        for reader in self._readers.values():
-            reader.tell()
-
-
-class Reader(AsyncIterator[RequestOutput]):
-    """One request's outputs on their way to the event loop; see `AsyncLLM.add`.
-
-    Attributes:
-      state: of the request.
-    """
-
-    def __init__(self, state: RequestState, loop: asyncio.AbstractEventLoop) -> None:
-        self.state = state
-        self._loop = loop
-        self._news = asyncio.Event()
-
-    @property
-    def request_id(self) -> str:
-        """Unique in its engine."""
-        return self.state.request_id
-
-    def tell(self) -> None:
-        """There is news; may be called from any thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._news.set)
-
-    async def __anext__(self) -> RequestOutput:
-        """What came since the last call; waits until there is something."""
-        while not self.state.has_news:
-            # The engine's thread sets the end last, so what came with it is seen now.
-            if self.state.is_finished and not self.state.has_news:
-                raise StopAsyncIteration
-            self._news.clear()
-            if not self.state.has_news:
-                await self._news.wait()
-        return self.state.take_news()

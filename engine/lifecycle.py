@@ -4,7 +4,9 @@ Part of the scheduler, which decides; here slots, pages and what the device must
 told (releases, page moves, new pages) stay in step with where a request is. No jax.
 """
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 from headrace.configs.schema import EngineConfig
@@ -158,23 +160,23 @@ class Lifecycle:
                 self.changes.grown.append((request, pages[0]))
 
     def make_way(self) -> None:
-        """Where no slot is free, a tenant that has none takes one from the best served.
+        """Where no slot is free, tenants that wait take some from those best served.
 
-        For the policy "fair": so a flood of one tenant delays another's request by
-        few steps, not until one of the flood ends.
+        For the policy "fair": so a flood of one tenant delays another's requests by
+        few steps, not until some of the flood end. It is over when nobody who waits
+        has two slots fewer than another who was served more. At most 8 at a time.
         """
-        queue, holders = self.admission.queue, self.holders()
-        counts: dict[str | None, int] = {}
-        for request in holders:
-            counts[request.tenant] = counts.get(request.tenant, 0) + 1
-        first = next(queue.candidates()).tenant
-        rich = max(counts, key=lambda tenant: (queue.served(tenant), counts[tenant]))
-        if first in counts or counts[rich] < 2:
-            return
-        if queue.served(rich) > queue.served(first):
-            victim = self._victim([r for r in holders if r.tenant == rich])
-            if victim is not None:
-                self.preempt(victim)
+        queue = self.admission.queue
+        counts = collections.Counter(holder.tenant for holder in self.holders())
+        for first in [r.tenant for r in itertools.islice(queue.candidates(), 8)]:
+            # No slot must fall back to whom it was taken from.
+            richer = [t for t in counts if queue.served(t) > queue.served(first)]
+            rich = max(richer, key=lambda tenant: counts[tenant], default=first)
+            victim = self._victim([r for r in self.holders() if r.tenant == rich])
+            if counts[first] + 1 >= counts[rich] or victim is None:
+                return
+            self.preempt(victim)
+            counts.update({first: 1, rich: -1})
 
     def holders(self) -> list[Request]:
         """Requests that run, by slot."""

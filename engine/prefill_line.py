@@ -5,8 +5,8 @@ the prompt; the others *follow*: they hold slots and share the leader's full pag
 when its last chunk runs, its logits serve them all. Part of the scheduler. No jax.
 """
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine.packed_layout import num_packed_rows
@@ -15,7 +15,7 @@ from headrace.engine.schedule import pick_prefill_shape
 
 
 class PrefillLine:
-    """Requests whose prompts are not filled yet, in order of admission.
+    """Requests whose prompts are not filled yet.
 
     Args:
       config: resolved.
@@ -30,6 +30,9 @@ class PrefillLine:
         self._budget = config.max_tokens_per_step
         self._page_size = config.page_size
         self._requests: deque[Request] = deque()
+        self._is_fair = config.policy == "fair"
+        self._num_chunks = 0
+        self._last_chunk: dict[str | None, int] = {}  # by tenant
 
     def __len__(self) -> int:
         """Requests in the line, followers included."""
@@ -86,9 +89,9 @@ class PrefillLine:
         self._requests.insert(place, heir)
 
     def pick(self, *, num_decoding: int, num_resumed: int) -> list[tuple[Request, int]]:
-        """Next chunks for one prefill call: (request, length), first come first.
+        """Next chunks for one prefill call: (request, length).
 
-        Takes requests in order while one bucket holds all their chunks, and stops at
+        Takes requests in turn while one bucket holds all their chunks, and stops at
         the first that does not fit: a later one never overtakes it.
 
         Args:
@@ -99,7 +102,7 @@ class PrefillLine:
         longest = total = 0
         budget = None if self._budget is None else self._budget - num_decoding
         spare_rows = self._max_rows - num_resumed
-        for request in self._requests:
+        for request in self._in_turn():
             left = request.fill_len - request.num_prefilled
             length = min(left, self._max_chunk)
             longest = max(longest, length)
@@ -114,12 +117,30 @@ class PrefillLine:
             chunks.append((request, length))
         return chunks
 
+    def _in_turn(self) -> Iterable[Request]:
+        """First come first; under "fair" a prompt of each tenant in turn.
+
+        Whose last chunk is longest ago is next. So the prompts of a tenant that floods
+        delay another's by a chunk, and nobody's wait for ever.
+        """
+        if not self._is_fair:
+            return self._requests
+        counts: Counter[str | None] = Counter()
+        keys: dict[Request, tuple[int, int]] = {}
+        for request in self._requests:
+            last = self._last_chunk.get(request.tenant, 0)
+            keys[request] = (counts[request.tenant], last)
+            counts[request.tenant] += 1
+        return sorted(keys, key=lambda request: keys[request])
+
     def advance(self, request: Request, length: int) -> tuple[int, list[Request]]:
         """Counts a chunk as done.
 
         Returns:
           Where the chunk starts, and after the last one the followers it serves.
         """
+        self._num_chunks += 1
+        self._last_chunk[request.tenant] = self._num_chunks
         start = request.num_prefilled
         request.num_prefilled += length
         if request.num_prefilled < request.fill_len:

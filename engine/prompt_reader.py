@@ -8,6 +8,10 @@ from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.text_rules import TextRules, TokenRules
 from headrace.engine.tokenizer import Tokenizer
 
+# Some 0.1 ms of tokenizing. A thread's wake and the way back take longer, and while
+# other threads are at work up to a switch interval (5 ms) each.
+_QUICK_CHARS = 256
+
 
 class ReadPrompt(NamedTuple):
     """All text of a request, brought to ids."""
@@ -34,6 +38,12 @@ class PromptReader:
                 "this model has no tokenizer: pass token ids as the prompt"
             )
         return self._maybe_tokenizer
+
+    def is_quick(self, prompt: prompts.Prompt, params: SamplingParams) -> bool:
+        """Whether `read` takes less time than a thread would to wake up for it."""
+        if params.structured_outputs is not None or params.bad_words:
+            return False
+        return len(prompt.text or "") <= _QUICK_CHARS or prompt.token_ids is not None
 
     def read(self, prompt: prompts.Prompt, params: SamplingParams) -> ReadPrompt:
         """What of a request takes long: a long text, a large schema. Hold no lock.

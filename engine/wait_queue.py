@@ -18,6 +18,9 @@ from headrace.engine.request import Request
 
 # Output tokens cost more of the device than prompt tokens (Sheng et al., section 5).
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
+# Less than a token: who comes back is next, not level with whom it is lifted to, who
+# may fill prompts for many steps before it is charged again.
+_HEAD_START = 0.5
 
 
 class WaitQueue:
@@ -88,7 +91,7 @@ class WaitQueue:
             return
         others = active | set(self._lines)
         least = min((self.served(other) for other in others), default=0.0)
-        self._served[tenant] = max(self.served(tenant), least)
+        self._served[tenant] = max(self.served(tenant), least - _HEAD_START)
 
     def charge(self, tenant: str | None, *, prompt: int = 0, output: int = 0) -> None:
         """Counts tokens that a tenant was served."""

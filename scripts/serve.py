@@ -110,13 +110,14 @@ def run() -> int:
     """
     options = server_options()
     check_options(options)
-    llm = engine_flags.build_llm(_for_serving)
+    llm = engine_flags.build_llm(for_serving)
     from headrace.engine.serving.server import serve
 
     return asyncio.run(serve(llm, options, announce=_announce))
 
 
-def _for_serving(config: EngineConfig) -> EngineConfig:
+def for_serving(config: EngineConfig) -> EngineConfig:
+    """The settings of an engine that serves, where flags say so."""
     return dataclasses.replace(
         config,
         scoring=FLAGS.scoring,

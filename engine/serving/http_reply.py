@@ -79,14 +79,21 @@ class Reply:
             return chat_body(outputs[0], **head)
         return completion_body(outputs, **head)
 
-    def _outputs(
+    async def _outputs(
         self, params: SamplingParams
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         calls, is_one = [], len(self._ask.prompts) == 1
         for place, prompt in enumerate(self._ask.prompts):
             name = self._request_id if is_one else f"{self._request_id}-{place}"
             calls.append(Call(**prompt, params=params, request_id=name))
-        return merged([self._service.stream(self._tenant, call) for call in calls])
+        if not is_one:
+            # A wrong one refuses them all, before another's tokens are told.
+            for call in calls:
+                await self._service.check(self._tenant, call)
+        streams = [self._service.stream(self._tenant, call) for call in calls]
+        async with contextlib.aclosing(merged(streams)) as pieces:
+            async for piece in pieces:
+                yield piece
 
 
 class Chunks:

@@ -14,14 +14,13 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from headrace.engine.async_llm import AsyncLLM, Reader
-from headrace.engine.new_request import longest_request
 from headrace.engine.outputs import RequestOutput
-from headrace.engine.prompts import Prompt
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.scoring import ScoreOutput
+from headrace.engine.serving.call_reader import CallReader
 from headrace.engine.serving.calls import Call, CallRecord, Observer, as_service_errors
 from headrace.engine.serving.errors import ServiceError
-from headrace.engine.serving.limits import ServiceLimits, check_at_most
+from headrace.engine.serving.limits import ServiceLimits
 from headrace.engine.serving.rate_limits import Gate
 from headrace.engine.serving.tenants import ANONYMOUS, KeyFile, Tenant
 
@@ -50,6 +49,7 @@ class GenerationService:
     ) -> None:
         self.engine, self.model_name = engine, model_name
         self.limits = limits or ServiceLimits()
+        self._reader = CallReader(engine, self.limits)
         self.gate = Gate()
         self._keys, self._observers = keys, list(observers)
         self._running: dict[tuple[str, str], Reader] = {}
@@ -103,21 +103,16 @@ class GenerationService:
         record = self._record(tenant, "generate", call.request_id)
         with self._observed(record):
             self._check_open()
-            self.limits.check_params(call.params)
-            self.limits.check_times(call.deadline_s, call.queue_timeout_s)
-            prompt = await self._prompt(call)
-            with as_service_errors():
-                read = await self.engine.read(prompt, call.params)
-            most = self._most_tokens(len(read.token_ids), call.params)
-            record.num_prompt_tokens = len(read.token_ids)
-            ticket = self.gate.enter(tenant, most)
+            ready = await self._reader.read(call)
+            record.num_prompt_tokens = len(ready.read.token_ids)
+            ticket = self.gate.enter(tenant, ready.most_tokens)
             try:
                 with as_service_errors():
                     self._check_open()
                     reader = await self.engine.add(
-                        prompt,
+                        ready.prompt,
                         call.params,
-                        read=read,
+                        read=ready.read,
                         tenant=tenant.name,
                         priority=tenant.priority,
                         uses_cache=call.uses_cache,
@@ -131,6 +126,19 @@ class GenerationService:
                         yield output
             finally:
                 ticket.leave(record.num_prompt_tokens + record.num_output_tokens)
+
+    async def check(self, tenant: Tenant, call: Call) -> None:
+        """Whether the call itself is right; one that is not counts as a call.
+
+        Raises:
+          ServiceError: as `stream` would.
+        """
+        try:
+            self._check_open()
+            await self._reader.read(call)
+        except ServiceError:
+            with self._observed(self._record(tenant, "generate", call.request_id)):
+                raise
 
     async def _read(
         self, tenant: Tenant, reader: Reader, record: CallRecord
@@ -171,12 +179,12 @@ class GenerationService:
                 if isinstance(text, str):
                     self.limits.check_text(text)
                 else:
-                    self._check_prompt_len(len(text))
+                    self._reader.check_len(len(text))
             with as_service_errors():
                 pair = await self.engine.read_pair(prompt, continuation)
             length = len(pair.prompt.token_ids or ())
             record.num_prompt_tokens = length
-            self._check_prompt_len(length)
+            self._reader.check_len(length)
             ticket = self.gate.enter(tenant, length + 1)
             try:
                 with as_service_errors():
@@ -229,37 +237,6 @@ class GenerationService:
             raise ServiceError("unavailable", "the server is shutting down")
         if not self.is_ready:
             raise ServiceError("unavailable", "the server is starting")
-
-    async def _prompt(self, call: Call) -> Any:
-        """What the engine takes, checked as far as that needs no tokenizer."""
-        if (call.prompt is None) == (call.messages is None):
-            raise ServiceError(
-                "invalid_argument", "exactly one of prompt and messages must be given"
-            )
-        if call.messages is not None:
-            self.limits.check_messages(call.messages)
-            with as_service_errors():
-                prompt = await self.engine.chat_prompt(call.messages)
-            self.limits.check_text(prompt.text or "")
-            return prompt
-        if isinstance(call.prompt, str):
-            self.limits.check_text(call.prompt)
-            return call.prompt
-        assert call.prompt is not None
-        self._check_prompt_len(len(call.prompt))
-        return Prompt(token_ids=call.prompt)
-
-    def _check_prompt_len(self, length: int) -> None:
-        longest = longest_request(self.engine.llm.engine_config)[0]
-        most = min(self.limits.max_prompt_tokens or longest, longest - 1)
-        check_at_most("tokens of the prompt", length, most)
-
-    def _most_tokens(self, prompt_len: int, params: SamplingParams) -> int:
-        """Tokens that the request can take, checked."""
-        self._check_prompt_len(prompt_len)
-        longest = longest_request(self.engine.llm.engine_config)[0]
-        outputs = min(params.max_tokens or longest, max(0, longest - prompt_len))
-        return prompt_len + outputs * params.n
 
     def _record(self, tenant: Tenant, method: str, given: str | None) -> CallRecord:
         request_id = given or f"req-{secrets.token_hex(12)}"

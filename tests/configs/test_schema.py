@@ -97,7 +97,7 @@ def test_model_value_out_of_range_is_refused_by_name(key, value):
         ("scoring", 1),
         ("max_stop_ids", 0),
         ("param_dtype", "float16"),
-        ("kv_dtype", "int8"),
+        ("kv_dtype", "int4"),
         ("prefill_calls_per_decode", 0),
         ("compile_threads", 0),
     ],

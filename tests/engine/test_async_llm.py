@@ -8,6 +8,8 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.prompt_reader import PromptReader
+from headrace.engine.prompts import Prompt
+from headrace.engine.reader import Reader, tell
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
@@ -66,6 +68,7 @@ def test_a_text_that_is_long_to_read_keeps_nobody_waiting(engine, monkeypatch):
         return real(self, prompt, params)
 
     monkeypatch.setattr(PromptReader, "read", read)
+    monkeypatch.setattr(PromptReader, "is_quick", lambda *_: False)
 
     async def main(engine):
         slow = asyncio.create_task(engine.generate([5], PARAMS))
@@ -83,6 +86,42 @@ def test_a_text_that_is_long_to_read_keeps_nobody_waiting(engine, monkeypatch):
             await too_late
 
     _run(engine, main)
+
+
+@pytest.mark.parametrize(
+    "prompt, params, is_quick",
+    [
+        (Prompt(token_ids=[5] * 400), {}, True),
+        (Prompt(text="a" * 256), {"stop": ["x"]}, True),
+        (Prompt(text="a" * 257), {}, False),
+        (Prompt(text="a"), {"bad_words": ["x"]}, False),
+        (Prompt(token_ids=[5]), {"structured_outputs": {"regex": "a+"}}, False),
+    ],
+)
+def test_only_what_is_read_at_once_is_read_in_the_event_loop(
+    text_llm, prompt, params, is_quick
+):
+    assert text_llm._reader.is_quick(prompt, SamplingParams(**params)) == is_quick
+
+
+def test_one_word_wakes_a_loop_for_all_of_its_readers_and_a_closed_one_for_none():
+    class Loop:
+        def __init__(self, is_closed=False):
+            self.calls, self.is_closed = [], is_closed
+
+        def call_soon_threadsafe(self, call, *args):
+            if self.is_closed:
+                raise RuntimeError("Event loop is closed")
+            self.calls.append((call, args))
+
+    loops = Loop(), Loop(), Loop(is_closed=True)
+    readers = [Reader(None, loops[place]) for place in (0, 1, 2, 0, 0)]
+    tell(readers)
+    assert [len(loop.calls) for loop in loops] == [1, 1, 0]
+    for loop in loops:
+        for call, args in loop.calls:
+            call(*args)
+    assert [one._news.is_set() for one in readers] == [True, True, False, True, True]
 
 
 def test_cancelled_task_and_cancelled_request_free_their_pages(engine):
