@@ -10,10 +10,10 @@ import dataclasses
 
 import numpy as np
 
+from headrace.checkpoints.dequantize import dequantize
 from headrace.checkpoints.quantize import quantize_array
 from headrace.configs.quantization import Scheme
 from headrace.layers.quantized import QuantizedTensor
-from headrace.pallas_kernels.quantized_matmul.reference import dequantize
 
 _ALPHAS = np.arange(20) / 20
 

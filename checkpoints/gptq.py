@@ -7,10 +7,10 @@ reached, and without a reordering of the inputs.
 
 import numpy as np
 
+from headrace.checkpoints.dequantize import dequantize
 from headrace.checkpoints.quantize import quantize_array, round_to
 from headrace.configs.quantization import Scheme
 from headrace.layers.quantized import QuantizedTensor
-from headrace.pallas_kernels.quantized_matmul.reference import dequantize
 
 _DAMPING = 0.01
 _BLOCK = 128
