@@ -16,7 +16,10 @@ class Checkpoint:
       tokenizer: None where the source has none.
       identity: hex digest that changes with the weights.
       quantization: name of the scheme of quantized weights, see
-        configs/quantization.py; None where none are.
+        configs/quantization.py; None where none are. Of several, one that the memory
+        of weights can be planned by.
+      quantization_skip: paths of the parameters that are not of that scheme, where
+        the weights came quantized.
     """
 
     config: ModelConfig
@@ -24,3 +27,4 @@ class Checkpoint:
     tokenizer: TokenizerSpec | None
     identity: str
     quantization: str | None = None
+    quantization_skip: tuple[str, ...] | None = None

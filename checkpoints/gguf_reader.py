@@ -1,8 +1,4 @@
-"""GGUF files: config, tensors and identity. The package `gguf` parses and dequantizes.
-
-llama.cpp stores the rows of q and k with rotated pairs side by side; they are put
-back into the half-split order of Hugging Face.
-"""
+"""GGUF files: whether they are whole, and their config. The package `gguf` parses."""
 
 import math
 import os
@@ -18,23 +14,6 @@ _ARCHITECTURES = ("llama",)
 
 # What the parser raises on bytes that are no valid file.
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, struct.error, OSError)
-
-_TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def open_gguf(path: str | os.PathLike[str]) -> gguf.GGUFReader:
@@ -219,55 +198,3 @@ def _vocab_size(reader: gguf.GGUFReader) -> int:
         if tensor.name == "token_embd.weight" and len(tensor.shape) == 2:
             return int(tensor.shape[1])
     raise ValueError("the GGUF file lacks the matrix token_embd.weight")
-
-
-class GGUFSource:
-    """The file's tensors under Hugging Face names, dequantized to float32."""
-
-    def __init__(self, reader: gguf.GGUFReader, config: ModelConfig) -> None:
-        self._config = config
-        self._tensors = {_hf_name(t.name): t for t in reader.tensors}
-
-    def names(self) -> list[str]:
-        """All names; those without a counterpart keep their own."""
-        return list(self._tensors)
-
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, (out, in), float32.
-
-        Raises:
-          ValueError: a quantization that the package `gguf` cannot undo.
-        """
-        tensor = self._tensors[name]
-        try:
-            array = gguf.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
-            raise ValueError(
-                f"tensor {name} is stored as {tensor.tensor_type.name}, which cannot "
-                f"be dequantized: {error}"
-            ) from None
-        array = np.ascontiguousarray(array, np.float32)
-        for part, heads in (
-            ("q_proj", self._config.num_heads),
-            ("k_proj", self._config.num_kv_heads),
-        ):
-            if name.endswith(f"{part}.weight"):
-                array = unpermute(array, heads)
-        return array
-
-
-def unpermute(w_OD: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undoes llama.cpp's row order: row 2i + j of a head back to row i + j * H/2."""
-    rows, columns = w_OD.shape
-    half = rows // num_heads // 2
-    pairs = w_OD.reshape(num_heads, half, 2, columns)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, columns)
-
-
-def _hf_name(name: str) -> str:
-    if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
-    return name

@@ -19,7 +19,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1.0, None),
     "sliding_window": (None,),
-    "quantization_config": (None,),
+    "compression_config": (None,),
 }
 
 
@@ -78,6 +78,11 @@ def model_config(folder: pathlib.Path) -> ModelConfig:
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def quantization_config(folder: pathlib.Path) -> Any:
+    """What config.json says of quantized weights, None where it says nothing."""
+    return read_json(folder / "config.json").get("quantization_config")
 
 
 def _family(path: pathlib.Path, raw: dict) -> Any:

@@ -7,6 +7,7 @@ one at a time, so that the host never holds the model twice.
 
 import dataclasses
 import difflib
+import hashlib
 import os
 import pathlib
 import re
@@ -16,6 +17,7 @@ from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
 from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.checkpoints.name_map import assemble
 from headrace.checkpoints.quantize import Rounding, placer_of, round_checkpoint
+from headrace.checkpoints.quantized_tree import quantization_of
 from headrace.checkpoints.shardings import Place, Shardings
 
 __all__ = ["Checkpoint", "load_checkpoint"]
@@ -26,6 +28,7 @@ def load_checkpoint(
     *,
     dtype: str = "float32",
     rounding: Rounding | None = None,
+    keep_packed: bool = False,
     shardings: Shardings = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
@@ -34,7 +37,10 @@ def load_checkpoint(
     Args:
       model: see the header of this file.
       dtype: storage type of the parameters on the device, cast on the host.
-      rounding: of weights on their way to the device; None leaves them.
+      rounding: of weights on their way to the device; None leaves them. Weights that
+        come quantized are never rounded: it must name what they are.
+      keep_packed: keep a GGUF file's quantized tensors in as many bits where a scheme
+        holds them exactly (`gguf_packed`); else all are expanded.
       shardings: see `shardings.Shardings`.
       cache_dir: see `cache_dir.cache_dir`.
 
@@ -43,12 +49,15 @@ def load_checkpoint(
         source; what was tried and what is known is in the message.
     """
     name = os.fspath(model)
+    if keep_packed and rounding is not None:
+        raise ValueError("keep_packed and quantization exclude one another")
     place = placer_of(dtype, shardings, rounding)  # refuses before anything is fetched
     folder = default_cache_dir(cache_dir)
     if name in registry.REGISTRY:
         path = registry.fetch(name, folder)
         digest = registry.REGISTRY[name].sha256
-        return _named(load_gguf(path, place, identity=digest), rounding)
+        checkpoint = load_gguf(path, place, identity=digest, keep_packed=keep_packed)
+        return _named(checkpoint, rounding)
     path = pathlib.Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -56,7 +65,7 @@ def load_checkpoint(
                 f"{path} is a file, but no .gguf file; a folder of safetensors is "
                 f"loaded by the folder's name"
             )
-        return _named(load_gguf(path, place), rounding)
+        return _named(load_gguf(path, place, keep_packed=keep_packed), rounding)
     if not path.is_dir():
         if not _is_hub_id(name):
             raise ValueError(_unknown(name))
@@ -66,6 +75,11 @@ def load_checkpoint(
     if orbax_store.is_store(path):
         return round_checkpoint(
             orbax_store.load_store(path, dtype=dtype, shardings=shardings), rounding
+        )
+    if safetensors_reader.is_quantized_folder(path):
+        as_it_is = placer_of(dtype, shardings, None)
+        return round_checkpoint(
+            safetensors_reader.load_folder(path, as_it_is), rounding
         )
     return _named(safetensors_reader.load_folder(path, place), rounding)
 
@@ -82,7 +96,11 @@ def _named(checkpoint: Checkpoint, rounding: Rounding | None) -> Checkpoint:
 
 
 def load_gguf(
-    path: pathlib.Path, place: Place, *, identity: str | None = None
+    path: pathlib.Path,
+    place: Place,
+    *,
+    identity: str | None = None,
+    keep_packed: bool = False,
 ) -> Checkpoint:
     """Loads a .gguf file; its identity is the file's SHA-256.
 
@@ -90,22 +108,30 @@ def load_gguf(
       path: the file.
       place: see `name_map.assemble`.
       identity: where it is known.
+      keep_packed: see `load_checkpoint`.
     """
-    from headrace.checkpoints import gguf_reader, gguf_tokenizer
+    from headrace.checkpoints import gguf_reader, gguf_source, gguf_tokenizer
 
     reader = gguf_reader.open_gguf(path)
     try:
         config = gguf_reader.model_config(reader)
         tokenizer = gguf_tokenizer.tokenizer_spec(reader)
-        source = gguf_reader.GGUFSource(reader, config)
+        source = gguf_source.GGUFSource(reader, config, keep_packed=keep_packed)
         params = assemble(config, source, place)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    identity = identity or registry.file_sha256(path)
+    scheme, skip = quantization_of(params) if keep_packed else (None, None)
+    if scheme is not None:
+        # Products with packed weights may round otherwise than with expanded ones.
+        identity = hashlib.sha256(f"{identity}:packed".encode()).hexdigest()
     return Checkpoint(
         config=config,
         params=params,
         tokenizer=tokenizer,
-        identity=identity or registry.file_sha256(path),
+        identity=identity,
+        quantization=scheme,
+        quantization_skip=skip,
     )
 
 

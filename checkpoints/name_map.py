@@ -6,10 +6,10 @@ first. Strict both ways: a missing tensor and an unused one are errors that name
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
-
+from headrace.checkpoints.int4_bytes import weight_shape
+from headrace.checkpoints.joins import PACK_QKV, SINGLE, STACK, HostWeight, Join
 from headrace.configs.schema import ModelConfig
 from headrace.layers.models import param_shapes
 
@@ -21,8 +21,8 @@ class TensorSource(Protocol):
         """All names, in Hugging Face's terms."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, (out, in)."""
+    def read(self, name: str) -> HostWeight:
+        """One tensor, (out, in), an array or in fewer bits."""
         ...
 
 
@@ -33,48 +33,29 @@ class Entry:
     Attributes:
       path: keys in the parameter tree.
       sources: names of the tensors it is made of.
-      join: makes one array of them.
+      join: makes one parameter of them.
     """
 
     path: tuple[str, ...]
     sources: tuple[str, ...]
-    join: Callable[[ModelConfig, list[np.ndarray]], np.ndarray]
-
-
-def _single(config: ModelConfig, parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0]
-
-
-def _pack_qkv(config: ModelConfig, parts: list[np.ndarray]) -> np.ndarray:
-    """[K, G + 2, H, D]: each kv head's queries, its key, its value."""
-    K, G, H, D = (
-        config.num_kv_heads, config.group_size, config.head_dim, config.model_dim,
-    )  # fmt: skip
-    q, k, v = parts
-    return np.concatenate(
-        [q.reshape(K, G, H, D), k.reshape(K, 1, H, D), v.reshape(K, 1, H, D)], axis=1
-    )
-
-
-def _stack(config: ModelConfig, parts: list[np.ndarray]) -> np.ndarray:
-    return np.stack(parts)
+    join: Join
 
 
 def llama_map(config: ModelConfig) -> list[Entry]:
     """Llama 2/3.x and SmolLM2."""
     entries = [
-        Entry(("embedding",), ("model.embed_tokens.weight",), _single),
-        Entry(("final_norm",), ("model.norm.weight",), _single),
+        Entry(("embedding",), ("model.embed_tokens.weight",), SINGLE),
+        Entry(("final_norm",), ("model.norm.weight",), SINGLE),
     ]
     if not config.tie_embeddings:
-        entries.append(Entry(("head",), ("lm_head.weight",), _single))
-    per_layer: list[tuple[str, tuple[str, ...], Callable]] = [
-        ("attention_norm", ("input_layernorm",), _single),
-        ("qkv", tuple(f"self_attn.{x}_proj" for x in "qkv"), _pack_qkv),
-        ("out", ("self_attn.o_proj",), _single),
-        ("mlp_norm", ("post_attention_layernorm",), _single),
-        ("gate_up", ("mlp.gate_proj", "mlp.up_proj"), _stack),
-        ("down", ("mlp.down_proj",), _single),
+        entries.append(Entry(("head",), ("lm_head.weight",), SINGLE))
+    per_layer: list[tuple[str, tuple[str, ...], Join]] = [
+        ("attention_norm", ("input_layernorm",), SINGLE),
+        ("qkv", tuple(f"self_attn.{x}_proj" for x in "qkv"), PACK_QKV),
+        ("out", ("self_attn.o_proj",), SINGLE),
+        ("mlp_norm", ("post_attention_layernorm",), SINGLE),
+        ("gate_up", ("mlp.gate_proj", "mlp.up_proj"), STACK),
+        ("down", ("mlp.down_proj",), SINGLE),
     ]
     for layer in range(config.num_layers):
         for key, parts, join in per_layer:
@@ -116,15 +97,16 @@ def _is_ignorable(name: str, config: ModelConfig) -> bool:
 def assemble(
     config: ModelConfig,
     source: TensorSource,
-    place: Callable[[tuple[str, ...], np.ndarray], object],
+    place: Callable[[tuple[str, ...], Any], object],
 ) -> dict:
     """Reads a source into a parameter tree, one parameter at a time.
 
     Args:
       config: of the model.
       source: the tensors.
-      place: gets a parameter's path and array, returns what the tree holds; called
-        as soon as a parameter is read, so that the host holds one at a time.
+      place: gets a parameter's path and what it is, an array, a QuantizedTensor of
+        host arrays or a tuple of parts; returns what the tree holds. Called as soon as
+        a parameter is read, so that the host holds one at a time.
 
     Raises:
       ValueError: a tensor is missing, unused, or has another shape than the config
@@ -135,13 +117,16 @@ def assemble(
     expected = param_shapes(config)
     tree: dict = {}
     for entry in entries:
-        parts = [_read(source, name, shapes[name]) for name in entry.sources]
-        array = entry.join(config, parts)
-        assert array.shape == _at(expected, entry.path), entry.path
+        weight = entry.join(
+            config, [_read(source, name, shapes[name]) for name in entry.sources]
+        )
+        if not isinstance(weight, tuple):
+            assert weight_shape(weight) == _at(expected, entry.path), entry.path
         node = tree
         for key in entry.path[:-1]:
             node = node.setdefault(key, {})
-        node[entry.path[-1]] = place(entry.path, array)
+        node[entry.path[-1]] = place(entry.path, weight)
+        del weight  # not held while the next one is read
     return tree
 
 
@@ -168,13 +153,13 @@ def _checked_shapes(
     return shapes
 
 
-def _read(source: TensorSource, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    array = source.read(name)
-    if array.shape != shape:
+def _read(source: TensorSource, name: str, shape: tuple[int, ...]) -> HostWeight:
+    weight = source.read(name)
+    if weight_shape(weight) != shape:
         raise ValueError(
-            f"tensor {name} has shape {array.shape}, the config says {shape}"
+            f"tensor {name} has shape {weight_shape(weight)}, the config says {shape}"
         )
-    return array
+    return weight
 
 
 def _at(tree: Mapping, path: tuple[str, ...]) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Our own folder format: arrays through Orbax, everything else as JSON beside them.
 
+Quantized weights stay so (`stored_tree`); quantization.json says what they are.
 `headrace.json` is written last and lists the SHA-256 of every other file; loading
 checks them all, so a damaged, edited or half-written store is refused. Arrays are
 restored straight into their shardings.
@@ -20,15 +21,19 @@ import orbax.checkpoint as ocp
 from headrace.checkpoints.cache_dir import atomic_folder
 from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.checkpoints.hf_config import read_json
+from headrace.checkpoints.quantized_tree import quantization_of
 from headrace.checkpoints.registry import file_sha256
 from headrace.checkpoints.shardings import Shardings, sharding_of
+from headrace.checkpoints.stored_tree import restored, store_tree, target
 from headrace.checkpoints.tokenizer_spec import TokenizerSpec
 from headrace.configs.schema import ModelConfig
 from headrace.layers.models import param_shapes
 
 MANIFEST = "headrace.json"
 _CONFIG, _TOKENIZER, _PARAMS = "model_config.json", "tokenizer_spec.json", "params"
-_FORMAT = 1
+_QUANTIZATION = "quantization.json"
+# 2 may hold quantized weights.
+_FORMAT, _FORMATS = 2, (1, 2)
 
 
 def is_store(path: pathlib.Path) -> bool:
@@ -47,10 +52,13 @@ def save_store(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     """
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(checkpoint.params)})
     identity = f"{checkpoint.identity}:{','.join(dtypes)}"
+    params, described = store_tree(checkpoint.params)
     with atomic_folder(path) as folder:
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / _PARAMS, checkpoint.params)
+            checkpointer.save(folder / _PARAMS, params)
             checkpointer.wait_until_finished()
+        if described:
+            _write_json(folder / _QUANTIZATION, described)
         _write_json(folder / _CONFIG, checkpoint.config.to_mapping())
         if checkpoint.tokenizer is not None:
             spec = dataclasses.asdict(checkpoint.tokenizer)
@@ -73,7 +81,7 @@ def load_store(
 
     Args:
       path: folder that `save_store` wrote.
-      dtype: storage type on the device.
+      dtype: storage type on the device, of what is not quantized.
       shardings: see `shardings.Shardings`.
 
     Raises:
@@ -85,34 +93,51 @@ def load_store(
     manifest = read_json(folder / MANIFEST)
     _check(folder, manifest)
     config = ModelConfig.from_mapping(read_json(folder / _CONFIG))
+    params = _restore(folder, config, dtype, shardings)
+    scheme, skip = quantization_of(params)
     return Checkpoint(
         config=config,
-        params=_restore(folder, config, dtype, shardings),
+        params=params,
         tokenizer=_tokenizer(folder),
         identity=manifest["identity"],
+        quantization=scheme,
+        quantization_skip=skip,
     )
 
 
 def _restore(
     folder: pathlib.Path, config: ModelConfig, dtype: str, shardings: Shardings
 ) -> dict:
-    def target(path: tuple[Any, ...], shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        keys = tuple(key.key for key in path)
-        sharding = sharding_of(shardings, keys)
+    path = folder / _QUANTIZATION
+    described = read_json(path) if path.exists() else {}
+
+    def wanted(keys: tuple[Any, ...], shape: tuple[int, ...]) -> Any:
+        names = tuple(key.key for key in keys)
+        sharding = sharding_of(shardings, names)
         if sharding is None:
             sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        if (own := described.get("/".join(names))) is not None:
+            return target(own, sharding, dtype, len(shape))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
+    shapes = param_shapes(config)
     targets = jax.tree_util.tree_map_with_path(
-        target, param_shapes(config), is_leaf=lambda node: isinstance(node, tuple)
+        wanted, shapes, is_leaf=lambda node: isinstance(node, tuple)
     )
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            return checkpointer.restore(folder / _PARAMS, targets)
+            stored = checkpointer.restore(folder / _PARAMS, targets)
         except (ValueError, KeyError) as error:
             raise ValueError(
                 f"{folder} does not hold the arrays that its {_CONFIG} says: {error}"
             ) from error
+    for name, own in described.items():
+        *parents, last = name.split("/")
+        node = stored
+        for key in parents:
+            node = node[key]
+        node[last] = restored(node[last], own)
+    return stored
 
 
 def _tokenizer(folder: pathlib.Path) -> TokenizerSpec | None:
@@ -121,9 +146,9 @@ def _tokenizer(folder: pathlib.Path) -> TokenizerSpec | None:
 
 
 def _check(folder: pathlib.Path, manifest: dict) -> None:
-    if manifest.get("format") != _FORMAT:
+    if manifest.get("format") not in _FORMATS:
         raise ValueError(
-            f"{folder} has format {manifest.get('format')!r}; known: [{_FORMAT}]"
+            f"{folder} has format {manifest.get('format')!r}; known: {list(_FORMATS)}"
         )
     listed, identity = manifest.get("sha256"), manifest.get("identity")
     if not isinstance(listed, dict) or not isinstance(identity, str):

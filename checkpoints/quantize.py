@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from headrace.checkpoints.checkpoint import Checkpoint
+from headrace.checkpoints.int4_bytes import weight_shape
+from headrace.checkpoints.place_quantized import part_sharding, place_quantized
 from headrace.checkpoints.shardings import Place, Shardings, placer, sharding_of
 from headrace.configs.quantization import Scheme, parse_scheme
 from headrace.configs.schema import EngineConfig
@@ -121,77 +123,51 @@ def is_skipped(path: Sequence[str], ndim: int, skip: Sequence[str]) -> bool:
 
 
 def placer_of(dtype: str, shardings: Shardings, rounding: Rounding | None) -> Place:
-    """As `shardings.placer`, with weights rounded on the host before they go.
+    """As `shardings.placer`, for weights in fewer bits and tuples of parts as well.
 
     Args:
       dtype: of parameters that are not quantized.
       shardings: see `shardings.Shardings`.
-      rounding: of the others; None leaves all.
+      rounding: of arrays, on the host before they go; None leaves all. What comes
+        quantized stays as it is.
 
     Raises:
       ValueError: as `placer` and `quantize_array`, with the parameter's name.
     """
     place = placer(dtype, shardings)
-    if rounding is None:
-        return place
 
-    def rounding_place(path: tuple[str, ...], array: np.ndarray) -> Any:
-        if is_skipped(path, array.ndim, rounding.skip):
-            return place(path, array)
+    def place_any(path: tuple[str, ...], weight: Any) -> Any:
+        is_array = isinstance(weight, np.ndarray)
+        if is_array and (
+            rounding is None or is_skipped(path, weight.ndim, rounding.skip)
+        ):
+            return place(path, weight)
         try:
-            quantized = quantize_array(array, rounding.scheme)
+            sharding = sharding_of(shardings, path)
+            if isinstance(weight, tuple):
+                return _place_parts(weight, dtype, sharding)
+            if is_array:
+                weight = quantize_array(weight, rounding.scheme)
+            return place_quantized(weight, sharding)
         except ValueError as error:
             raise ValueError(f"{'/'.join(path)}: {error}") from None
-        return place_quantized(quantized, sharding_of(shardings, path))
 
-    return rounding_place
-
-
-def place_quantized(tensor: QuantizedTensor, sharding: Any) -> QuantizedTensor:
-    """Puts its arrays on their devices.
-
-    Args:
-      tensor: of host arrays.
-      sharding: of the weight; None is the default device.
-
-    Raises:
-      ValueError: it would cut a group, or the order of inputs.
-    """
-    if sharding is None:
-        return jax.tree.map(jax.device_put, tensor)
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    spec = [*sharding.spec, *[None] * (len(tensor.shape) - len(sharding.spec))]
-    parts = _num_parts(sharding.mesh, spec[-1])
-    groups = tensor.scales.shape[-1]
-    if parts > 1 and (tensor.order is not None or groups > 1 and groups % parts):
-        raise ValueError(
-            f"a weight of {tensor.scheme.name} with {groups} groups of inputs cannot "
-            f"be cut into {parts} along its inputs"
-        )
-    last = spec[-1] if groups > 1 else None
-
-    def put(array: Any, *axes: Any) -> Any:
-        named = NamedSharding(sharding.mesh, PartitionSpec(*axes))
-        return None if array is None else jax.device_put(array, named)
-
-    return dataclasses.replace(
-        tensor,
-        values=put(tensor.values, *spec),
-        scales=put(tensor.scales, *spec[:-1], last),
-        zeros=put(tensor.zeros, *spec[:-1], last),
-        factors=put(tensor.factors, spec[-1]),
-        order=put(tensor.order),
-        activation_scale=put(tensor.activation_scale),
-    )
+    return place_any
 
 
-def _num_parts(mesh: Any, axes: Any) -> int:
-    names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-    parts = 1
-    for name in names:
-        parts *= mesh.shape[name]
-    return parts
+def _place_parts(parts: tuple[Any, ...], dtype: str, sharding: Any) -> tuple[Any, ...]:
+    """Parts of a packed weight that are not joined, see `checkpoints/joins.py`."""
+    ndims = [len(weight_shape(part)) for part in parts]
+    # Of qkv the queries have as many axes as the whole; halves of gate_up have fewer.
+    whole = max(ndims) if len(set(ndims)) > 1 else max(ndims) + 1
+    placed = []
+    for part in parts:
+        own = part_sharding(sharding, weight_shape(part), whole)
+        if isinstance(part, QuantizedTensor):
+            placed.append(place_quantized(part, own))
+        else:
+            placed.append(placer(dtype, lambda path, own=own: own)((), part))
+    return tuple(placed)
 
 
 def round_checkpoint(checkpoint: Checkpoint, rounding: Rounding | None) -> Checkpoint:

@@ -139,6 +139,7 @@ class EngineConfig(FromMapping):
       quantization: scheme to which weights are rounded while they are loaded, such as
         "int8" (configs/quantization.py); None leaves them as they come.
       quantization_skip: parameters that are not, as patterns such as "layer_0/*".
+      keep_packed: keep a GGUF file's tensors in as many bits, where that is exact.
       prefill_calls_per_decode: prefill calls that may run in a row while decode
         waits; 1 lets decode run in every step.
       policy: who gets a slot next: "fcfs", "priority" (lower first), "fair" (the
@@ -174,6 +175,7 @@ class EngineConfig(FromMapping):
     kv_dtype: KVDtype | None = None
     quantization: str | None = None
     quantization_skip: tuple[str, ...] = ("embedding", "head")
+    keep_packed: bool = False
     prefill_calls_per_decode: int = 8
     policy: Policy = "fcfs"
     ageing_s: float = 10.0
@@ -196,7 +198,7 @@ class EngineConfig(FromMapping):
         check_range("max_queue_delay_s", self.max_queue_delay_s, 0.0, 60.0)
         if self.host_kv_bytes is not None:
             check_int("host_kv_bytes", self.host_kv_bytes, 0)
-        for name in ("prefix_cache", "multi_tenant", "scoring"):
+        for name in ("prefix_cache", "multi_tenant", "scoring", "keep_packed"):
             check_choice(name, getattr(self, name), (False, True))
         for name in ("max_queued_requests", "max_queued_tokens", "max_tokens_per_step"):
             if getattr(self, name) is not None:

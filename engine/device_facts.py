@@ -1,11 +1,13 @@
 """What the engine asks of the device: free memory, and room for the parameters."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import psutil
 
+from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.engine.sizing import DeviceFacts
 from headrace.layers.quantized import is_quantized, tree_bytes
 from headrace.pallas_kernels.gpu_target import gpu_capability
@@ -32,6 +34,13 @@ def device_facts(weights: Any = None) -> DeviceFacts:
         )
     free = psutil.virtual_memory().available
     return DeviceFacts(platform=device.platform, free_bytes=free + placed)
+
+
+def with_weights_of(checkpoint: Checkpoint, facts: DeviceFacts) -> DeviceFacts:
+    """Facts that know the bytes of weights which came quantized, in any mixture."""
+    if checkpoint.quantization_skip is None:
+        return facts
+    return dataclasses.replace(facts, weights_bytes=tree_bytes(checkpoint.params))
 
 
 def place_params(params: Any, dtype: str) -> Any:

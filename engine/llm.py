@@ -3,7 +3,6 @@
 One process, no globals: `del llm` (or `close`) frees the device memory.
 """
 
-import dataclasses
 import functools
 import logging
 import os
@@ -11,29 +10,22 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
-from headrace.checkpoints.load import Checkpoint, load_checkpoint
-from headrace.checkpoints.quantize import Rounding, round_checkpoint
+from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.configs.schema import EngineConfig
-from headrace.engine import prompts, scoring, sizing
+from headrace.engine import prompts, scoring
 from headrace.engine.batch_run import Batch
-from headrace.engine.device_facts import (
-    device_facts,
-    layout_of_quantized,
-    place_params,
-)
+from headrace.engine.device_facts import device_facts
 from headrace.engine.ledger import Ledger
 from headrace.engine.loop import EngineLoop
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.outputs import RequestOutput
-from headrace.engine.program_store import ProgramStore, program_key
 from headrace.engine.prompt_reader import PromptReader, ReadPrompt
 from headrace.engine.request_state import RequestState
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.scoring import PerplexityOutput, ScoreOutput
+from headrace.engine.start_up import compiled_runner, load_model
 from headrace.engine.stream import Stream
 from headrace.engine.tokenizer import HFTokenizer, Tokenizer
-from headrace.engine.warmup import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +54,9 @@ class LLM:
         config: EngineConfig | Mapping[str, Any] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        config = _as_config(config)
-        facts = device_facts()
-        dtype = config.param_dtype or sizing.default_dtype(facts)
-        checkpoint = load_checkpoint(
-            model, dtype=dtype, rounding=Rounding.of(config), cache_dir=cache_dir
-        )
-        self._start(checkpoint, config, facts, cache_dir)
+        config, facts = _as_config(config), device_facts()
+        checkpoint = load_model(model, config, facts, cache_dir)
+        self._serve(checkpoint, *compiled_runner(checkpoint, config, facts, cache_dir))
 
     @classmethod
     def from_checkpoint(
@@ -79,42 +67,21 @@ class LLM:
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> "LLM":
         """An engine over weights at hand, such as synthetic ones."""
-        facts, llm = device_facts(checkpoint.params), cls.__new__(cls)
-        llm._start(checkpoint, _as_config(config), facts, cache_dir)
+        config, facts = _as_config(config), device_facts(checkpoint.params)
+        llm = cls.__new__(cls)
+        llm._serve(checkpoint, *compiled_runner(checkpoint, config, facts, cache_dir))
         return llm
 
-    def _start(
-        self,
-        checkpoint: Checkpoint,
-        config: EngineConfig,
-        facts: sizing.DeviceFacts,
-        cache_dir: str | os.PathLike[str] | None,
+    def _serve(
+        self, checkpoint: Checkpoint, runner: ModelRunner, config: EngineConfig
     ) -> None:
-        checkpoint = round_checkpoint(checkpoint, Rounding.of(config))
-        config = dataclasses.replace(config, quantization=checkpoint.quantization)
-        resolved = sizing.resolve(checkpoint.config, config, facts)
-        assert resolved.param_dtype
-        folder = default_cache_dir(cache_dir) / "programs"
-        params = place_params(checkpoint.params, resolved.param_dtype)
-        layout = layout_of_quantized(params)
-        store = ProgramStore(folder, program_key(checkpoint.config, resolved, layout))
-        runner = ModelRunner(checkpoint.config, resolved, params, store=store)
-        runner.compile_all()
-        memory = runner.ledger.memory_facts()
-        sizing.check_compiled(checkpoint.config, resolved, facts, memory)
-        stored = store.load_facts() or {}
-        self.engine_config = warm_up(runner, stored.get("classes"))
-        found = runner.ledger.facts_to_store(stored)
-        if found != stored:
-            store.save_facts(found)
-        self.model_config = checkpoint.config
-        self.tokenizer: Tokenizer | None = (
-            HFTokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
-        )
-        self._runner = runner
+        """Begins, over a runner that is compiled."""
+        self.model_config, self.engine_config = checkpoint.config, config
+        spec, self._runner = checkpoint.tokenizer, runner
+        self.tokenizer: Tokenizer | None = HFTokenizer(spec) if spec else None
         self._loop = EngineLoop(
             runner,
-            self.engine_config,
+            config,
             checkpoint.config,
             tokenizer=self.tokenizer,
             identity=checkpoint.identity,

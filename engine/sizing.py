@@ -30,12 +30,14 @@ class DeviceFacts:
       free_bytes: memory that is free before weights are loaded.
       host_free_bytes: the host's, where that is not the device's own.
       capability: compute capability of an NVIDIA GPU, such as (9, 0).
+      weights_bytes: of weights at hand, where the config does not say them.
     """
 
     platform: str
     free_bytes: int
     host_free_bytes: int = 0
     capability: tuple[int, int] | None = None
+    weights_bytes: int | None = None
 
     @property
     def attention(self) -> Attention:
@@ -122,9 +124,12 @@ def plan_of(
     model: ModelConfig, config: EngineConfig, device: DeviceFacts
 ) -> MemoryPlan:
     """The memory plan of a resolved config, with temporaries estimated."""
-    return memory_plan.plan_memory(
+    plan = memory_plan.plan_memory(
         model, config, attention=device.attention, free_bytes=device.free_bytes
     )
+    if device.weights_bytes is None:
+        return plan
+    return dataclasses.replace(plan, weights_bytes=device.weights_bytes)
 
 
 def check_compiled(

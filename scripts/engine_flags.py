@@ -52,6 +52,9 @@ flags.DEFINE_string(
     None,
     "Rounds weights while they are loaded: int8, w8a8, fp8, fp8-w8a8, int4-g64, ...",
 )
+flags.DEFINE_bool(
+    "keep_packed", None, "Keeps a .gguf file's tensors in fewer bits where exact."
+)
 flags.DEFINE_enum(
     "kv_dtype",
     None,
@@ -69,6 +72,7 @@ flags.DEFINE_string("cache_dir", None, "Where weights and compiled programs are 
 
 _SETTINGS = (
     "num_slots", "max_context_len", "numerics", "policy", "quantization", "kv_dtype",
+    "keep_packed",
 )  # fmt: skip
 
 

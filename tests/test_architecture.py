@@ -22,7 +22,7 @@ DEVICE_SIDE = {
     "async_llm", "batch_run", "device_facts", "llm", "logprobs", "loop", "model_runner",
     "page_moves", "probe", "probe_sampling", "probe_scoring", "processors",
     "program_store", "programs", "sample_step", "sampler", "scoring", "server",
-    "service", "slots", "steps", "thresholds", "warmup",
+    "service", "slots", "start_up", "steps", "thresholds", "warmup",
 }  # fmt: skip
 
 NEEDS_JAX = {"jax", "jaxlib", "flax", "orbax", "chex", "optax"}  # jax comes with each

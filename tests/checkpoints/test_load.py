@@ -174,6 +174,12 @@ def test_store_gives_back_everything(store, tensors, assert_holds, write_folder)
     assert load_store(store, dtype="bfloat16").params["embedding"].dtype == "bfloat16"
 
 
+def test_store_of_the_first_format_still_loads(store, tensors, assert_holds):
+    path = store / "headrace.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    assert_holds(load_checkpoint(store).params, tensors)
+
+
 def test_store_never_replaces_a_folder(store, tensors, write_folder):
     checkpoint = load_checkpoint(write_folder(tensors))
     with pytest.raises(ValueError, match="exists already"):
@@ -199,7 +205,7 @@ def test_damaged_store_is_refused(store):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"format": 2}, r"has format 2; known: \[1\]"),
+        ({"format": 3}, r"has format 3; known: \[1, 2\]"),
         ({"sha256": None}, "headrace.json is damaged"),
         ({"identity": None}, "headrace.json is damaged"),
     ],

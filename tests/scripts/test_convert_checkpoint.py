@@ -9,6 +9,8 @@ import pytest
 
 from headrace.checkpoints.load import load_checkpoint
 from headrace.checkpoints.orbax_store import save_store
+from headrace.checkpoints.quantize import Rounding, round_checkpoint
+from headrace.configs.quantization import parse_scheme
 
 
 def run(*args):
@@ -35,9 +37,25 @@ def test_store_is_written_and_refused_the_second_time(tiny_checkpoint, tmp_path)
     assert line.startswith("error: ") and "exists already" in line
 
 
+def test_weights_are_rounded_and_stay_so(tiny_checkpoint, tmp_path):
+    save_store(tmp_path / "a", tiny_checkpoint)
+    flags = [f"--model={tmp_path / 'a'}", f"--out={tmp_path / 'b'}"]
+    done = run(*flags, "--quantization=int4-g32-z")
+    assert done.returncode == 0, done.stderr
+    assert "as int4-g32-z and float32" in done.stdout
+    rounding = Rounding(scheme=parse_scheme("int4-g32-z"), skip=("embedding", "head"))
+    wanted = round_checkpoint(tiny_checkpoint, rounding)
+    found = load_checkpoint(tmp_path / "b")
+    assert found.quantization == "int4-g32-z"
+    assert jax.tree.structure(found.params) == jax.tree.structure(wanted.params)
+    pairs = zip(*(jax.tree.leaves(c.params) for c in (found, wanted)), strict=True)
+    assert all(a.dtype == b.dtype and (a == b).all() for a, b in pairs)
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
+        (["--model=nope", "--out=x", "--quantization=int3"], "quantization must be"),
         (["--model=nope", "--out=x"], "error: no model 'nope'"),
         (["--model=nope"], "--out"),
         (["--model=nope", "--out=x", "--dtype=int3"], "--dtype"),
