@@ -22,7 +22,7 @@ from headrace.checkpoints.quantize import Rounding, is_skipped, place_quantized
 from headrace.configs.schema import ModelConfig
 from headrace.layers import kv_cache as kv
 from headrace.layers import linear
-from headrace.layers.inputs import ModelInputs
+from headrace.layers.inputs import pages_of, whole_prompt
 from headrace.layers.quantized import QuantizedTensor
 from headrace.layers.rotary import inverse_frequencies, rotary_tables
 from headrace.layers.transformer import Block
@@ -117,30 +117,22 @@ def _quantize(
 
 def _layer_step(model: ModelConfig, length: int) -> Callable[[dict, jax.Array], Any]:
     """step(layer's parameters, hidden [T, D]) -> hidden, rows of its four products."""
-    pages = -(-length // _PAGE)
     block = Block(model, kv_group=0, kv_index=0)
     one_layer = dataclasses.replace(model, num_layers=1)
-    table = jnp.arange(1, pages + 1, dtype=jnp.int32)[None]
-    positions = jnp.arange(length, dtype=jnp.int32)[None]
-    full = jnp.full(1, length, jnp.int32)
-    inputs = ModelInputs(
-        tokens_BT=jnp.zeros_like(positions),
-        positions_BT=positions,
-        query_len_B=full,
-        context_len_B=full,
-        page_tables=(table,),
-    )
+    num_pages = pages_of(length, _PAGE) + 1
+    inputs = whole_prompt(jnp.zeros(length, jnp.int32), _PAGE)  # ids: see `embed`
 
     @jax.jit
     def step(params: dict, x_TD: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         group = kv.allocate(
-            one_layer, num_pages=pages + 1, page_size=_PAGE, dtype="float32"
+            one_layer, num_pages=num_pages, page_size=_PAGE, dtype="float32"
         )[0]
         rotary = rotary_tables(
-            positions,
+            inputs.positions_BT,
             inverse_frequencies(model.head_dim, model.rope_base, model.rope_scaling),
         )
-        places = kv.write_places(positions, full, table, _PAGE)
+        (table,) = inputs.page_tables
+        places = kv.write_places(inputs.positions_BT, inputs.query_len_B, table, _PAGE)
         with linear.recording() as seen:
             out, _ = block.apply(
                 {"params": params},

@@ -5,14 +5,13 @@ layout), a hub id. `./x` and `/x` are paths, never hub ids. Parameters go to the
 one at a time, so that the host never holds the model twice.
 """
 
-import dataclasses
 import difflib
 import hashlib
 import os
 import pathlib
 import re
 
-from headrace.checkpoints import orbax_store, registry, safetensors_reader
+from headrace.checkpoints import registry
 from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
 from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.checkpoints.name_map import assemble
@@ -72,6 +71,8 @@ def load_checkpoint(
         from headrace.checkpoints.hub import download
 
         path = download(name, folder)
+    from headrace.checkpoints import orbax_store, safetensors_reader  # slow to import
+
     if orbax_store.is_store(path):
         return round_checkpoint(
             orbax_store.load_store(path, dtype=dtype, shardings=shardings), rounding
@@ -86,13 +87,7 @@ def load_checkpoint(
 
 def _named(checkpoint: Checkpoint, rounding: Rounding | None) -> Checkpoint:
     """A checkpoint whose weights were rounded on their way says so."""
-    if rounding is None:
-        return checkpoint
-    return dataclasses.replace(
-        checkpoint,
-        quantization=rounding.scheme.name,
-        identity=rounding.identity(checkpoint.identity),
-    )
+    return checkpoint if rounding is None else rounding.named(checkpoint)
 
 
 def load_gguf(

@@ -59,6 +59,14 @@ class Rounding:
         facts = f"{of_weights}:{self.scheme}:{self.skip}"
         return hashlib.sha256(facts.encode()).hexdigest()
 
+    def named(self, checkpoint: Checkpoint) -> Checkpoint:
+        """A checkpoint whose weights are rounded so, saying that they are."""
+        return dataclasses.replace(
+            checkpoint,
+            quantization=self.scheme.name,
+            identity=self.identity(checkpoint.identity),
+        )
+
 
 def quantize_array(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
     """A weight rounded to the nearest values of a scheme.
@@ -194,12 +202,8 @@ def round_checkpoint(checkpoint: Checkpoint, rounding: Rounding | None) -> Check
             return leaf
         return place_quantized(quantize_array(np.asarray(leaf), rounding.scheme), None)
 
-    return dataclasses.replace(
-        checkpoint,
-        params=jax.tree_util.tree_map_with_path(rounded, checkpoint.params),
-        quantization=rounding.scheme.name,
-        identity=rounding.identity(checkpoint.identity),
-    )
+    params = jax.tree_util.tree_map_with_path(rounded, checkpoint.params)
+    return rounding.named(dataclasses.replace(checkpoint, params=params))
 
 
 def quantized_shapes(shapes: dict, dtype: str, rounding: Rounding | None) -> dict:

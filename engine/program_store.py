@@ -27,6 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from headrace.checkpoints.cache_dir import atomic_write
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.compile_options import compiler_options
+from headrace.engine.num_threads import num_threads
 from headrace.pallas_kernels.paged_attention import api as paged_attention
 from headrace.pallas_kernels.quantized_matmul import api as quantized_matmul
 from headrace.pallas_kernels.row_matmul import api as row_matmul
@@ -140,9 +141,7 @@ def program_key(
         "versions": [jax.__version__, jaxlib.__version__, platform.python_version()],
         "device": [device.platform, device.device_kind, jax.device_count()],
         "processor": _processor(),
-        "threads": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "threads": num_threads(),
         "flags": os.environ.get("XLA_FLAGS", ""),
         "x64": bool(jax.config.jax_enable_x64),
         "precision": str(jax.config.jax_default_matmul_precision),

@@ -65,8 +65,10 @@ class PromptReader:
             return prompt.token_ids
         return self._tokenizer.encode(prompt.text or "", add_bos=add_bos)
 
-    def chat(self, messages: Any, *, add_generation_prompt: bool) -> prompts.Prompt:
-        """One conversation as the chat template has it.
+    def chat(
+        self, messages: Any, *, add_generation_prompt: bool, **variables: Any
+    ) -> prompts.Prompt:
+        """One conversation as the chat template has it, with what else it knows.
 
         Raises:
           ValueError: there is no tokenizer or template, or the template refuses.
@@ -78,5 +80,6 @@ class PromptReader:
             bos_token=tokenizer.bos_token,
             eos_token=tokenizer.eos_token,
             add_generation_prompt=add_generation_prompt,
+            **variables,
         )
         return prompts.Prompt(text=text, is_chat=True)

@@ -48,16 +48,16 @@ class Budget:
         self._steps, self._chars = steps, chars
         self._end_s, self._time_s = time.monotonic() + time_s, time_s
 
-    def step(self) -> None:
-        """One more turn or call.
+    def step(self, count: int = 1) -> None:
+        """So many more turns or calls.
 
         Raises:
           jinja2.TemplateError: none is left.
         """
-        self._steps -= 1
+        self._steps -= count
         if self._steps < 0:
             raise jinja2.TemplateError("it takes too many steps")
-        if self._steps % 64 == 0 and time.monotonic() > self._end_s:
+        if time.monotonic() > self._end_s:
             raise jinja2.TemplateError(f"it takes longer than {self._time_s:g} s")
 
     def check_len(self, length: int) -> None:
@@ -148,12 +148,9 @@ def _call(name: str, args: Sequence[nodes.Node], line: int) -> nodes.Call:
 
 
 def _turns(values: Iterable[Any]) -> Iterable[Any]:
-    length = getattr(values, "__len__", None)
-    if length is None:  # a loop asks lists for their length
-        values = list(_counted(values))
-    else:
-        for _ in range(length()):
-            _BUDGET.get().step()
+    if not _is_sized(values):
+        return list(_counted(values))  # a loop asks lists for their length
+    _BUDGET.get().step(len(values))  # type: ignore[arg-type]
     return values
 
 

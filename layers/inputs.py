@@ -7,6 +7,7 @@ need not. Rows are padded by the engine; padded tokens write to page 0.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 # Key and value pages [L, P, K, C, H]; where these have 8 bits their scales, too,
@@ -38,6 +39,30 @@ class ModelInputs:
     page_tables: tuple[Int[Array, "B M"], ...]
     adapter_B: Int[Array, " B"] | None = None
     tree_mask_BT: Int[Array, "B T"] | None = None
+
+
+def whole_prompt(tokens_T: Int[Array, " T"], page_size: int) -> ModelInputs:
+    """One row that fills pages 1 and on with a prompt, all of it at once.
+
+    Args:
+      tokens_T: the prompt.
+      page_size: of the pool, which has a page more than the prompt needs.
+    """
+    length = tokens_T.shape[0]
+    last = pages_of(length, page_size)
+    full_B = jnp.full(1, length, jnp.int32)
+    return ModelInputs(
+        tokens_BT=tokens_T[None],
+        positions_BT=jnp.arange(length, dtype=jnp.int32)[None],
+        query_len_B=full_B,
+        context_len_B=full_B,
+        page_tables=(jnp.arange(1, last + 1, dtype=jnp.int32)[None],),
+    )
+
+
+def pages_of(length: int, page_size: int) -> int:
+    """Pages that so many tokens take."""
+    return -(-length // page_size)
 
 
 @jax.tree_util.register_dataclass

@@ -118,16 +118,7 @@ def embed(
     """Rows of an embedding table; `dtype` is what quantized ones become."""
     if not isinstance(table_VD, QuantizedTensor):
         return table_VD[tokens_BT]
-    zeros = None if table_VD.zeros is None else table_VD.zeros[tokens_BT]
-    rows = QuantizedTensor(
-        values=table_VD.values[tokens_BT],
-        scales=table_VD.scales[tokens_BT],
-        zeros=zeros,
-        factors=table_VD.factors,
-        order=table_VD.order,
-        scheme=table_VD.scheme,
-    )
-    return rows.dequantized(dtype)
+    return table_VD.map_outputs(lambda array: array[tokens_BT]).dequantized(dtype)
 
 
 def _rows(weight: Weight) -> Weight:

@@ -7,6 +7,7 @@ outputs does the same to each of them. value = (stored - zero) * scale, in float
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,13 +56,13 @@ class QuantizedTensor:
         Args:
           outputs: their sizes; the product stays what it is.
         """
+        return self.map_outputs(lambda one: one.reshape(*outputs, one.shape[-1]))
+
+    def map_outputs(self, change: Callable[[Array], Array]) -> "QuantizedTensor":
+        """The weight whose arrays with an axis per output are changed, alike."""
         arrays = {"values": self.values, "scales": self.scales, "zeros": self.zeros}
-        changes: dict[str, Any] = {
-            name: array.reshape(*outputs, array.shape[-1])
-            for name, array in arrays.items()
-            if array is not None
-        }
-        return dataclasses.replace(self, **changes)
+        changed = {k: change(v) for k, v in arrays.items() if v is not None}
+        return dataclasses.replace(self, **changed)
 
     def dequantized(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "*O I"]:
         """The weight that it stands for, rows times which is the product.

@@ -5,7 +5,6 @@ import datetime
 from typing import Any, NamedTuple, Protocol
 
 from headrace.configs.schema import EngineConfig
-from headrace.engine import chat_template
 from headrace.engine.admission import QueueFullError
 from headrace.engine.outputs import RequestOutput
 from headrace.engine.prompts import Prompt, as_prompt
@@ -117,15 +116,11 @@ class LLMRows:
     def _prompt(self, row: Row) -> Prompt:
         if row.messages is None:
             return as_prompt(row.prompt)
-        tokenizer = self._llm.tokenizer
-        text = chat_template.render(
-            tokenizer and tokenizer.chat_template,
+        return self._llm._reader.chat(
             row.messages,
-            bos_token=tokenizer and tokenizer.bos_token,
-            eos_token=tokenizer and tokenizer.eos_token,
+            add_generation_prompt=True,
             strftime_now=self._chat_date.strftime,
         )
-        return Prompt(text=text, is_chat=True)
 
 
 def pinned(config: EngineConfig, stored: dict[str, Any] | None) -> EngineConfig:

@@ -13,13 +13,13 @@ alone. No path, host name or clock is.
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import headrace
 from headrace.configs.schema import EngineConfig
+from headrace.engine.num_threads import num_threads
 
 # Settings that change no byte in invariant mode; in fast mode rows alone are promised.
 _NO_BITS = frozenset(
@@ -36,13 +36,6 @@ _TABLES = re.compile(
     r"^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", re.MULTILINE
 )
 _METADATA = re.compile(r',? metadata=\{(?:"(?:[^"\\]|\\.)*"|[^}"])*\}')
-
-
-def num_threads() -> int:
-    """Threads that the device's programs use on this machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def early_facts(*, input_sha256: str, parameters: Mapping[str, Any]) -> dict[str, Any]:

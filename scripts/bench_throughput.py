@@ -17,12 +17,14 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from absl import app, flags
 
 import headrace
+from headrace.engine.num_threads import num_threads
 from headrace.engine.outputs import RequestOutput
 from headrace.engine.sampling_params import SamplingParams
 from headrace.scripts import engine_flags
@@ -69,6 +71,27 @@ class Run:
     monitor: Monitor
 
 
+def workload_path(name: str, drawn: Sequence[str] = ()) -> pathlib.Path:
+    """Finds a workload's file.
+
+    Args:
+      name: a path ending in .jsonl, or a name in scripts/workloads/.
+      drawn: what other workloads there are, for the complaint.
+
+    Raises:
+      ValueError: no such workload.
+    """
+    if name.endswith(".jsonl"):
+        return pathlib.Path(name)
+    known = sorted(file.stem for file in WORKLOADS.glob("*.jsonl"))
+    if name not in known:
+        raise ValueError(
+            f"--workload must be a .jsonl file or one of {[*drawn, *known]}, "
+            f"got {name!r}"
+        )
+    return WORKLOADS / f"{name}.jsonl"
+
+
 def load_workload(name: str, limit: int | None = None) -> Workload:
     """Reads a workload file.
 
@@ -79,13 +102,7 @@ def load_workload(name: str, limit: int | None = None) -> Workload:
     Raises:
       ValueError: no such workload, or one with arrival times.
     """
-    path = pathlib.Path(name)
-    if path.suffix != ".jsonl":
-        path = WORKLOADS / f"{name}.jsonl"
-        known = sorted(file.stem for file in WORKLOADS.glob("*.jsonl"))
-        if name not in known:
-            raise ValueError(f"--workload must be a .jsonl file or one of {known}, "
-                             f"got {name!r}")  # fmt: skip
+    path = workload_path(name)
     with path.open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file if line.strip()][:limit]
     if not rows:
@@ -236,7 +253,7 @@ def engine_facts(llm: Any, load_s: float) -> dict[str, Any]:
         "model": os.path.basename(os.path.normpath(model)),
         "dtype": config.param_dtype,
         "load_s": load_s,
-        "threads": len(os.sched_getaffinity(0)),
+        "threads": num_threads(),
         "slots": config.num_slots,
         "policy": config.policy,
         "numerics": config.numerics,

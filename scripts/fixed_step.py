@@ -9,11 +9,11 @@ import collections
 import dataclasses
 import time
 import types
-import weakref
 from typing import Any
 
 import numpy as np
 
+from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.checkpoints.tokenizer_spec import TokenizerSpec
 from headrace.configs import load_config, parse_config
 from headrace.configs.schema import EngineConfig
@@ -22,11 +22,9 @@ from headrace.engine.ledger import Ledger
 from headrace.engine.llm import LLM
 from headrace.engine.loop import EngineLoop
 from headrace.engine.packed_layout import layout_of
-from headrace.engine.prompt_reader import PromptReader
 from headrace.engine.request import Request
 from headrace.engine.schedule import FINISH_LENGTH, FINISH_RUNNING, Schedule, StepResult
 from headrace.engine.sizing import DeviceFacts, resolve
-from headrace.engine.tokenizer import HFTokenizer
 
 _LETTERS = np.arange(ord("a"), ord("z") + 1, dtype=np.int32)
 
@@ -108,16 +106,11 @@ def fixed_step_llm(step_s: float, **changes: Any) -> LLM:
     config = resolve(model, dataclasses.replace(engine, **changes), facts)
     runner: Any = FixedStepRunner(config, step_s)
     llm = LLM.__new__(LLM)
-    llm.engine_config, llm.model_config = config, model
-    llm.tokenizer = HFTokenizer(byte_tokenizer())
-    llm._runner = runner
-    llm._loop = EngineLoop(
-        runner, config, model, tokenizer=llm.tokenizer, identity="fixed step"
+    nothing = Checkpoint(
+        config=model, params={}, tokenizer=byte_tokenizer(), identity="fixed step"
     )
+    llm._serve(nothing, runner, config)
     _note_schedules(llm._loop, runner)
-    llm._reader = PromptReader(llm.tokenizer, llm._loop.text_rules)
-    llm._finalizer = weakref.finalize(llm, llm._loop.close)
-    llm._finalizer.atexit = False
     return llm
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
@@ -31,7 +30,7 @@ from headrace.configs.quantization import parse_scheme
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.tokenizer import HFTokenizer
 from headrace.layers import kv_cache as kv
-from headrace.layers.inputs import ModelInputs
+from headrace.layers.inputs import pages_of, whole_prompt
 from headrace.layers.models import build_model
 from headrace.layers.quantized import is_quantized, tree_bytes
 from headrace.scripts import engine_flags
@@ -58,27 +57,20 @@ _CALIBRATION = (16, 512)
 Forward = Callable[[Any, np.ndarray], jax.Array]
 
 
-def forward_of(model: ModelConfig, kv_dtype: str, length: int) -> Forward:
+def forward_of(model: ModelConfig, kv_dtype: str) -> Forward:
     """forward(params, tokens [T]) -> scores [T, V]: the engine's model, one prompt.
 
     Args:
       model: its shapes.
       kv_dtype: of the pages that keys and values go through.
-      length: T.
     """
     module = build_model(model, "float32")
-    num_pages = -(-length // _PAGE) + 1
 
     @jax.jit
     def forward(params: Any, tokens_T: jax.Array) -> jax.Array:
+        num_pages = pages_of(tokens_T.shape[0], _PAGE) + 1
         cache = kv.allocate(model, num_pages=num_pages, page_size=_PAGE, dtype=kv_dtype)
-        inputs = ModelInputs(
-            tokens_BT=tokens_T[None],
-            positions_BT=jnp.arange(length, dtype=jnp.int32)[None],
-            query_len_B=jnp.full(1, length, jnp.int32),
-            context_len_B=jnp.full(1, length, jnp.int32),
-            page_tables=(jnp.arange(1, num_pages, dtype=jnp.int32)[None],),
-        )
+        inputs = whole_prompt(tokens_T, _PAGE)
         output, _ = module.apply({"params": params}, cache, inputs)
         return module.apply({"params": params}, output.hidden_BTD[0], method="logits")
 
@@ -123,11 +115,11 @@ def compare(
     Raises:
       ValueError: no such scheme, or one that does not fit the model.
     """
-    wanted, length = scheme_of(name), texts[0].size - 1
+    wanted = scheme_of(name)
     other = quantized(base, wanted)
     forward = base_forward
     if wanted.rounding is not None or wanted.kv_dtype != "float32":
-        forward = forward_of(base.config, wanted.kv_dtype, length)
+        forward = forward_of(base.config, wanted.kv_dtype)
     found = Agreement()
     for window in texts:
         both = (
@@ -219,7 +211,7 @@ def run() -> int:
         scheme_of(name)
     base = _checkpoint()
     texts = windows(_text(base), FLAGS.window_tokens, FLAGS.num_tokens)
-    base_forward = forward_of(base.config, "float32", FLAGS.window_tokens)
+    base_forward = forward_of(base.config, "float32")
     lines = [compare(base, name, texts, base_forward) for name in FLAGS.schemes]
     print(table(lines))
     for line in lines:

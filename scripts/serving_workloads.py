@@ -8,14 +8,13 @@ is shortened, and counted.
 import dataclasses
 import json
 import math
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from headrace.scripts.bench_scheduling import DISTRIBUTIONS
-from headrace.scripts.bench_throughput import WORKLOADS
+from headrace.scripts.bench_throughput import workload_path
 
 LOGNORMAL = ("chat-short", "chat-long", "code")
 SYNTHETIC = (*LOGNORMAL, "agent", "random", "shared-prefix")
@@ -171,16 +170,7 @@ def read_items(
       ValueError: no such workload, fewer requests than `count`, or a wrong line, by
         its number.
     """
-    path = pathlib.Path(name)
-    if path.suffix != ".jsonl":
-        path = WORKLOADS / f"{name}.jsonl"
-        known = sorted(file.stem for file in WORKLOADS.glob("*.jsonl"))
-        if name not in known:
-            raise ValueError(
-                f"workload must be a .jsonl file, prompt:output in tokens, or one of "
-                f"{[*SYNTHETIC, *known]}, got {name!r}"
-            )
-
+    path = workload_path(name, drawn=("PROMPT:OUTPUT", *SYNTHETIC))
     items, rng = [], np.random.default_rng(seed)
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Self
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from headrace.engine.serving.client_calls import (
     Caller,
@@ -12,13 +12,11 @@ from headrace.engine.serving.client_calls import (
     Params,
     Prompt,
     as_call_errors,
-    channel,
 )
 from headrace.engine.serving.client_results import (
     GenerateResult,
     ModelInfo,
     ScoreResult,
-    Tls,
     generate_request,
     generate_result,
     model_info,
@@ -26,23 +24,12 @@ from headrace.engine.serving.client_results import (
     score_result,
 )
 from headrace.engine.serving.proto import generation_pb2 as pb
-from headrace.engine.serving.proto import generation_pb2_grpc as stubs
 
 
 class AsyncClient(Caller):
     """`Client` for asyncio: the same methods, awaited, in one event loop."""
 
-    def __init__(
-        self,
-        address: str,
-        key: str | None = None,
-        tls: Tls | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        super().__init__(key, timeout_s)
-        self._channel = channel(grpc.aio, address, tls)
-        self._stub = stubs.GenerationServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+    grpc_kind = grpc.aio
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, Self
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from headrace.engine.serving.client_calls import (
     Caller,
@@ -18,13 +18,11 @@ from headrace.engine.serving.client_calls import (
     Params,
     Prompt,
     as_call_errors,
-    channel,
 )
 from headrace.engine.serving.client_results import (
     GenerateResult,
     ModelInfo,
     ScoreResult,
-    Tls,
     generate_request,
     generate_result,
     model_info,
@@ -32,7 +30,6 @@ from headrace.engine.serving.client_results import (
     score_result,
 )
 from headrace.engine.serving.proto import generation_pb2 as pb
-from headrace.engine.serving.proto import generation_pb2_grpc as stubs
 
 
 class Client(Caller):
@@ -46,17 +43,7 @@ class Client(Caller):
         CallError DEADLINE_EXCEEDED. None is no bound.
     """
 
-    def __init__(
-        self,
-        address: str,
-        key: str | None = None,
-        tls: Tls | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        super().__init__(key, timeout_s)
-        self._channel = channel(grpc, address, tls)
-        self._stub = stubs.GenerationServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+    grpc_kind = grpc
 
     def __enter__(self) -> Self:
         return self

@@ -5,9 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.serving.client_results import Tls, call_error
+from headrace.engine.serving.proto import generation_pb2_grpc as stubs
 from headrace.engine.serving.server_options import read_file
 
 Prompt = str | Sequence[int] | None
@@ -19,11 +21,26 @@ _LENGTHS = ("grpc.max_receive_message_length", "grpc.max_send_message_length")
 
 
 class Caller:
-    """A key and a time for every call."""
+    """A channel, and a key and a time for every call; arguments as for `Client`.
 
-    def __init__(self, key: str | None, timeout_s: float | None) -> None:
+    Attributes:
+      grpc_kind: `grpc` or `grpc.aio`.
+    """
+
+    grpc_kind: Any
+
+    def __init__(
+        self,
+        address: str,
+        key: str | None = None,
+        tls: Tls | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         self._timeout_s = timeout_s
+        self._channel = channel(self.grpc_kind, address, tls)
+        self._stub = stubs.GenerationServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def _options(self, timeout_s: float | None) -> dict[str, Any]:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s

@@ -31,6 +31,7 @@ from headrace.engine.serving.http_stream import (
     dumped,
     until_gone,
 )
+from headrace.engine.serving.prometheus import Metrics
 from headrace.engine.serving.strict_json import parse_object
 from headrace.engine.serving.tenants import Tenant
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Metrics = Callable[[], Awaitable[tuple[bytes, str]]]
 _Endpoint = Callable[[Request], Awaitable[Any]]
 
 # Status, and OpenAI's `type`.

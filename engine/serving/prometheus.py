@@ -4,7 +4,7 @@ With the prefix "vllm" dashboards made for vLLM show this engine.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
@@ -20,6 +20,9 @@ from headrace.engine.usage import TenantUsage
 
 if TYPE_CHECKING:
     from headrace.engine.async_llm import AsyncLLM
+
+Metrics = Callable[[], Awaitable[tuple[bytes, str]]]
+"""Gives the text of /metrics, and its content type."""
 
 _LABEL_NAMES = ("model_name", "engine")
 

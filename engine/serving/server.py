@@ -26,15 +26,13 @@ from headrace.engine.serving import access_log, tracing
 from headrace.engine.serving.calls import Call, CallRecord, Observer
 from headrace.engine.serving.grpc_server import GrpcServer
 from headrace.engine.serving.http_server import HttpServer
-from headrace.engine.serving.prometheus import exposition
+from headrace.engine.serving.prometheus import Metrics, exposition
 from headrace.engine.serving.prompt_log import PromptLog
 from headrace.engine.serving.server_options import ServerOptions
 from headrace.engine.serving.service import GenerationService
 from headrace.engine.serving.tenants import KeyFile, Tenant
 
 logger = logging.getLogger(__name__)
-
-Metrics = Callable[[], Awaitable[tuple[bytes, str]]]
 
 # For what is left when all requests have ended: their last bytes, health watchers.
 _LAST_S = 2.0

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.engine import usage
 from headrace.engine.serving.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Tenant:
             raise ValueError(f"max_concurrent must be whole, got {self.max_concurrent}")
 
 
-ANONYMOUS = Tenant(name="anonymous")
+ANONYMOUS = Tenant(name=usage.ANONYMOUS)
 
 
 def new_key() -> str:

@@ -5,8 +5,6 @@ mean together is layers/quantized.py's business. Nobody outside this folder call
 anything else in it.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -14,9 +12,10 @@ from jaxtyping import Array, Float, Int, Num
 
 from headrace.pallas_kernels.quantized_matmul import cpu
 from headrace.pallas_kernels.quantized_matmul.xla import (
-    int8_matmul_xla,
     quantized_matmul_xla,
+    quantized_rows_matmul_xla,
 )
+from headrace.pallas_kernels.row_groups import valid_rows
 
 
 def quantized_matmul(
@@ -44,19 +43,15 @@ def quantized_matmul(
       ValueError: shapes or types that do not go together.
     """
     _check(values_OI, scales_OS, zeros_OS, x_RI)
-    if num_valid_B is None:
-        num_valid_B = jnp.full(1, x_RI.shape[0], jnp.int32)
-    if x_RI.shape[0] % num_valid_B.shape[0]:
-        raise ValueError(
-            f"{x_RI.shape[0]} rows do not make {num_valid_B.shape[0]} equal groups"
-        )
+    num_valid_B = valid_rows(x_RI.shape[0], num_valid_B)
     out_dtype = jnp.dtype(out_dtype or x_RI.dtype)
 
     def plain(values: Array, scales: Array, zeros: Array | None, x: Array, _: Array):
         return quantized_matmul_xla(values, scales, zeros, x, out_dtype)
 
     args = (values_OI, scales_OS, zeros_OS, x_RI, num_valid_B)
-    if not _has_cpu_kernel(values_OI, scales_OS, x_RI.dtype, out_dtype):
+    is_served = cpu_identity() and cpu.serves(values_OI, scales_OS, x_RI)
+    if not is_served or out_dtype != jnp.float32:
         return plain(*args)
     return jax.lax.platform_dependent(
         *args, cpu=cpu.quantized_matmul_cpu, default=plain
@@ -86,7 +81,7 @@ def quantized_rows_matmul(
             f"rows of {x_RI.dtype} need a weight of that type with one scale per "
             f"output, got {values_OI.dtype} with {scales_O1.shape}"
         )
-    return int8_matmul_xla(values_OI, scales_O1, x_RI, x_scales_R1, out_dtype)
+    return quantized_rows_matmul_xla(values_OI, scales_O1, x_RI, x_scales_R1, out_dtype)
 
 
 def cpu_identity() -> str:
@@ -108,17 +103,3 @@ def _check(values: Array, scales: Array, zeros: Array | None, x: Array) -> None:
         )
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(f"zeros {zeros.shape} must be like scales {scales.shape}")
-
-
-@functools.cache
-def _even_groups(inputs: int, groups: int) -> bool:
-    return inputs // groups % 2 == 0
-
-
-def _has_cpu_kernel(
-    values: Array, scales: Array, x_dtype: jnp.dtype, out_dtype: jnp.dtype
-) -> bool:
-    if not (cpu_identity() and x_dtype == out_dtype == jnp.float32):
-        return False
-    is_int4 = values.dtype.name == "int4"
-    return not is_int4 or _even_groups(values.shape[1], scales.shape[1])

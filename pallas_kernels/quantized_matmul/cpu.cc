@@ -5,12 +5,14 @@
 
 #include "../cpu_rows.h"
 
-#include <cmath>
-#include <limits>
-
 namespace {
 
 namespace ffi = xla::ffi;
+using headrace::Floats;
+using headrace::Fp8;
+using headrace::LANES;
+using headrace::load;
+using headrace::store;
 
 // One group of a row: `size` stored values from the `at`-th of all on.
 struct Int8 {
@@ -34,25 +36,16 @@ struct Int4 {
   }
 };
 
-// float8_e4m3fn: 4 bits of exponent with bias 7, 3 of mantissa, no infinity.
-struct Fp8 {
+struct Float8 {
   static void widen(const uint8_t* stored, int64_t at, int64_t size, float scale, int,
                     float* to) {
-    static const std::vector<float> VALUES = all_values();
-    const float* values = VALUES.data();
-    for (int64_t i = 0; i < size; ++i) to[i] = values[stored[at + i]] * scale;
-  }
-
-  static std::vector<float> all_values() {
-    std::vector<float> values(256);
-    for (int bits = 0; bits < 256; ++bits) {
-      int exponent = bits >> 3 & 15, mantissa = bits & 7;
-      float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10)
-                            : std::ldexp(1.0f * mantissa, -9);
-      if ((bits & 127) == 127) size = std::numeric_limits<float>::quiet_NaN();
-      values[bits] = bits & 128 ? -size : size;
-    }
-    return values;
+    const Fp8* from = reinterpret_cast<const Fp8*>(stored) + at;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(to + i, load(from + i) * scale);
+    Fp8 rest[LANES]{};
+    std::copy(from + i, from + size, rest);
+    Floats last = load(rest) * scale;
+    for (int j = 0; i + j < size; ++j) to[i + j] = last[j];
   }
 };
 
@@ -108,4 +101,4 @@ ffi::Error quantized_matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
 
 HEADRACE_QUANTIZED(quantized_matmul_int8, Int8);
 HEADRACE_QUANTIZED(quantized_matmul_int4, Int4);
-HEADRACE_QUANTIZED(quantized_matmul_float8_e4m3fn, Fp8);
+HEADRACE_QUANTIZED(quantized_matmul_float8_e4m3fn, Float8);

@@ -26,19 +26,30 @@ def quantized_matmul_cpu(
     """See `api.quantized_matmul`.
 
     Raises:
-      NotImplementedError: not served here; see `identity`.
+      NotImplementedError: not served here; see `serves`.
     """
     name = values_OI.dtype.name
-    if not identity() or name not in VALUE_TYPES or x_RI.dtype != jnp.float32:
-        raise NotImplementedError(f"no CPU kernel for {x_RI.dtype} and {name}")
-    group = values_OI.shape[1] // scales_OS.shape[1]
-    if name == "int4" and group % 2:
-        raise NotImplementedError(f"no CPU kernel for int4 in groups of {group}")
+    if not serves(values_OI, scales_OS, x_RI):
+        raise NotImplementedError(
+            f"no CPU kernel for {x_RI.dtype} and {name} in {scales_OS.shape[1]} groups"
+        )
     zeros = jnp.zeros((0, 0), jnp.int8) if zeros_OS is None else zeros_OS
     shape = (x_RI.shape[0], values_OI.shape[0])
     call = jax.ffi.ffi_call(_target(name), jax.ShapeDtypeStruct(shape, jnp.float32))
     valid = num_valid_B.astype(jnp.int32)
     return call(x_RI, values_OI, scales_OS, zeros.astype(jnp.int8), valid)
+
+
+def serves(
+    values_OI: Num[Array, "O I"],
+    scales_OS: Float[Array, "O S"],
+    x_RI: Float[Array, "R I"],
+) -> bool:
+    """Whether there is a kernel for these shapes and types on this machine."""
+    group = values_OI.shape[1] // scales_OS.shape[1]
+    # Two int4 values share a byte, and a group begins at a whole one.
+    is_even = values_OI.dtype != jnp.int4 or group % 2 == 0
+    return bool(identity()) and x_RI.dtype == jnp.float32 and is_even
 
 
 def identity() -> str:

@@ -39,14 +39,14 @@ def quantized_matmul_xla(
     )
 
 
-def int8_matmul_xla(
+def quantized_rows_matmul_xla(
     values_OI: Num[Array, "O I"],
     scales_O1: Float[Array, "O 1"],
     x_RI: Num[Array, "R I"],
     x_scales_R1: Float[Array, "R 1"],
     out_dtype: DTypeLike,
 ) -> Float[Array, "R O"]:
-    """Both sides quantized: int32 sums, exact, or float32 ones of fp8; then scales."""
+    """See `api.quantized_rows_matmul`; sums are int32, or float32 ones of fp8."""
     is_int = jnp.issubdtype(values_OI.dtype, jnp.integer)
     num_rows = x_RI.shape[0]
     if num_rows < _LEAST_ROWS:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from headrace.pallas_kernels.row_groups import valid_rows
 from headrace.pallas_kernels.row_matmul import cpu
 
 
@@ -37,12 +38,7 @@ def row_matmul(
     """
     if w_OI.ndim != 2 or x_RI.ndim != 2 or w_OI.shape[1] != x_RI.shape[1]:
         raise ValueError(f"rows {x_RI.shape} do not fit a weight of {w_OI.shape}")
-    if num_valid_B is None:
-        num_valid_B = jnp.full(1, x_RI.shape[0], jnp.int32)
-    if x_RI.shape[0] % num_valid_B.shape[0]:
-        raise ValueError(
-            f"{x_RI.shape[0]} rows do not make {num_valid_B.shape[0]} equal groups"
-        )
+    num_valid_B = valid_rows(x_RI.shape[0], num_valid_B)
     out_dtype = jnp.dtype(out_dtype or x_RI.dtype)
     plain = functools.partial(_plain, out_dtype=out_dtype)
     is_one_dtype = w_OI.dtype == x_RI.dtype == out_dtype

@@ -7,10 +7,21 @@ import httpx
 import openai
 import uvicorn
 
-from headrace import LLM
+from headrace import LLM, SamplingParams
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.serving.http_front import make_app
 from headrace.engine.serving.service import GenerationService
+
+# What the tests ask most, in OpenAI's words and the engine's.
+GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+MESSAGES = [{"role": "user", "content": "hi"}]
+CHAT_TEXT = "[user] hi\n[assistant] "  # by the template of conftest.py
+
+
+def from_engine(llm, prompt, params=PARAMS):
+    """What the engine itself answers."""
+    return llm.generate(prompt, params, use_tqdm=False)[0]
 
 
 @contextlib.asynccontextmanager

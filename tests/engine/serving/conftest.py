@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 
 import pytest
+from http_clients import SharedServer
 
 from headrace import LLM
 from headrace.engine.async_llm import AsyncLLM
@@ -20,6 +21,14 @@ def chat_checkpoint(tiny_checkpoint, byte_tokenizer):
     """Two layers, bytes as tokens, a chat template."""
     spec = dataclasses.replace(byte_tokenizer, chat_template=TEMPLATE)
     return dataclasses.replace(tiny_checkpoint, tokenizer=spec)
+
+
+@pytest.fixture(scope="module")
+def asked(tiny_llm, chat_checkpoint):
+    """asked(ask): what `await ask(client)` gives, `client` being OpenAI's own."""
+    server = SharedServer(chat_checkpoint, tiny_llm.engine_config)
+    yield lambda ask: server.run(ask(server.openai))
+    server.close()
 
 
 @pytest.fixture

@@ -4,30 +4,13 @@ import json
 
 import jsonschema
 import pytest
-from http_clients import SharedServer
+from http_clients import CHAT_TEXT, GREEDY, MESSAGES, from_engine
 
 from headrace import SamplingParams
 
-GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
-PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-MESSAGES = [{"role": "user", "content": "hi"}]
-CHAT_TEXT = "[user] hi\n[assistant] "
-
-
-@pytest.fixture(scope="module")
-def asked(tiny_llm, chat_checkpoint):
-    """asked(ask): what `await ask(client)` gives, `client` being OpenAI's own."""
-    server = SharedServer(chat_checkpoint, tiny_llm.engine_config)
-    yield lambda ask: server.run(ask(server.openai))
-    server.close()
-
-
-def _engine(text_llm, prompt, params=PARAMS):
-    return text_llm.generate(prompt, params, use_tqdm=False)[0]
-
 
 def test_completions_equal_the_engine(asked, text_llm):
-    wanted = _engine(text_llm, "abc")
+    wanted = from_engine(text_llm, "abc")
 
     async def ask(client):
         answer = await client.completions.create(model="tiny", prompt="abc", **GREEDY)
@@ -50,7 +33,7 @@ def test_completions_equal_the_engine(asked, text_llm):
 
 
 def test_chat_goes_through_the_template(asked, text_llm):
-    wanted = _engine(text_llm, CHAT_TEXT)
+    wanted = from_engine(text_llm, CHAT_TEXT)
 
     async def ask(client):
         return await client.chat.completions.create(
@@ -105,7 +88,7 @@ def test_streams_equal_whole_answers(asked, n):
 
 def test_several_prompts_are_numbered_by_prompt(asked, text_llm):
     prompts = ["abc", "x", "hello there"]
-    wanted = [_engine(text_llm, p) for p in prompts]
+    wanted = [from_engine(text_llm, p) for p in prompts]
 
     async def ask(client):
         texts = await client.completions.create(model="tiny", prompt=prompts, **GREEDY)
@@ -124,7 +107,8 @@ def test_several_prompts_are_numbered_by_prompt(asked, text_llm):
 
 def test_n_completions_have_a_seed_and_their_order(asked, text_llm):
     params = SamplingParams(n=3, seed=5, max_tokens=8, ignore_eos=True)
-    wanted = [o.text for p in ("a", "b") for o in _engine(text_llm, p, params).outputs]
+    outputs = [from_engine(text_llm, p, params).outputs for p in ("a", "b")]
+    wanted = [one.text for several in outputs for one in several]
 
     async def ask(client):
         return await client.completions.create(
@@ -143,8 +127,8 @@ def _steps(completion):
 
 def test_logprobs_are_the_engines(asked, text_llm):
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
-    texts = _steps(_engine(text_llm, "abc", params).outputs[0])
-    chats = _steps(_engine(text_llm, CHAT_TEXT, params).outputs[0])
+    texts = _steps(from_engine(text_llm, "abc", params).outputs[0])
+    chats = _steps(from_engine(text_llm, CHAT_TEXT, params).outputs[0])
 
     async def ask(client):
         fields = {"model": "tiny", "prompt": "abc", "logprobs": 3, **GREEDY}
@@ -184,7 +168,7 @@ def test_logprobs_are_the_engines(asked, text_llm):
 
 def test_stop_strings_end_the_text(asked, text_llm):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    whole = _engine(text_llm, "abc", params).outputs[0].text
+    whole = from_engine(text_llm, "abc", params).outputs[0].text
     assert whole.count("aaa") > 1
 
     async def ask(client):

@@ -3,26 +3,9 @@
 import asyncio
 
 import pytest
-from http_clients import SharedServer
+from http_clients import GREEDY, from_engine
 
 from headrace import SamplingParams
-
-GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
-PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-MESSAGES = [{"role": "user", "content": "hi"}]
-CHAT_TEXT = "[user] hi\n[assistant] "
-
-
-@pytest.fixture(scope="module")
-def asked(tiny_llm, chat_checkpoint):
-    """asked(ask): what `await ask(client)` gives, `client` being OpenAI's own."""
-    server = SharedServer(chat_checkpoint, tiny_llm.engine_config)
-    yield lambda ask: server.run(ask(server.openai))
-    server.close()
-
-
-def _engine(text_llm, prompt, params=PARAMS):
-    return text_llm.generate(prompt, params, use_tqdm=False)[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"continuous_usage_stats": True}])
@@ -58,7 +41,7 @@ def test_fields_of_load_generators_are_taken(asked, text_llm):
         max_tokens=9, min_tokens=9, ignore_eos=True, stop_token_ids=[5],
         skip_special_tokens=False,
     )  # fmt: skip
-    wanted = _engine(text_llm, "abc", params).outputs[0].text
+    wanted = from_engine(text_llm, "abc", params).outputs[0].text
 
     async def ask(client):
         extra = {
@@ -86,7 +69,7 @@ def test_models_are_listed_with_their_length(asked, text_llm):
 
 def test_many_callers_at_once_get_what_each_would_alone(asked, text_llm):
     prompts = [f"prompt {i}" for i in range(24)]
-    wanted = [_engine(text_llm, p).outputs[0].text for p in prompts]
+    wanted = [from_engine(text_llm, p).outputs[0].text for p in prompts]
 
     async def ask(client):
         async def one(prompt):
