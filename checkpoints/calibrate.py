@@ -43,6 +43,7 @@ def calibrated(
     method: Method,
     texts: Sequence[np.ndarray],
     tell: Callable[[int], None] = lambda layer: None,
+    donate: bool = False,
 ) -> Checkpoint:
     """A checkpoint with quantized weights.
 
@@ -52,6 +53,8 @@ def calibrated(
       method: "smooth" is for schemes with activations, the others for those without.
       texts: windows of the calibration text, token ids of one length each.
       tell: called with the number of each layer that is done.
+      donate: put each layer in its place in `checkpoint` as soon as it is done, so
+        that what it was is freed; the checkpoint is of no other use afterwards.
 
     Raises:
       ValueError: a method that does not go with the scheme or the checkpoint.
@@ -65,7 +68,7 @@ def calibrated(
         )
     if checkpoint.quantization is not None:
         raise ValueError(f"quantized already, as {checkpoint.quantization}")
-    params = dict(checkpoint.params)
+    params = checkpoint.params if donate else dict(checkpoint.params)
     tokens = jnp.asarray(np.stack(texts), jnp.int32)
     states = list(linear.embed(params["embedding"], tokens, "float32"))
     step = _layer_step(checkpoint.config, tokens.shape[1])
@@ -87,6 +90,13 @@ def calibrated(
         params=params,
         quantization=rounding.scheme.name,
         identity=_identity(checkpoint, rounding, method, texts),
+        calibration={
+            "method": method,
+            "num_windows": len(texts),
+            "window_tokens": int(tokens.shape[1]),
+            "tokens_sha256": _digest(texts),
+            "of": checkpoint.identity,
+        },
     )
 
 
@@ -153,6 +163,12 @@ def _identity(
     method: Method,
     texts: Sequence[np.ndarray],
 ) -> str:
-    text = hashlib.sha256(b"".join(np.asarray(t, np.int32).tobytes() for t in texts))
-    facts = f"{rounding.identity(checkpoint.identity)}:{method}:{text.hexdigest()}"
+    facts = f"{rounding.identity(checkpoint.identity)}:{method}:{_digest(texts)}"
     return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def _digest(texts: Sequence[np.ndarray]) -> str:
+    whole = hashlib.sha256()
+    for text in texts:
+        whole.update(np.asarray(text, np.int32).tobytes())
+    return whole.hexdigest()

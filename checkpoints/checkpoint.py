@@ -1,6 +1,8 @@
 """A loaded model: config, parameters, tokenizer, identity."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from headrace.checkpoints.tokenizer_spec import TokenizerSpec
 from headrace.configs.schema import ModelConfig
@@ -20,6 +22,8 @@ class Checkpoint:
         of weights can be planned by.
       quantization_skip: paths of the parameters that are not of that scheme, where
         the weights came quantized.
+      calibration: how they were quantized with data (`calibrate.calibrated`).
+      quality: what that cost, see `quality.py`; None where nobody has measured it.
     """
 
     config: ModelConfig
@@ -28,3 +32,5 @@ class Checkpoint:
     identity: str
     quantization: str | None = None
     quantization_skip: tuple[str, ...] | None = None
+    calibration: Mapping[str, Any] | None = None
+    quality: Mapping[str, Any] | None = None

@@ -5,8 +5,10 @@ layout), a hub id. `./x` and `/x` are paths, never hub ids. Parameters go to the
 one at a time, so that the host never holds the model twice.
 """
 
+import dataclasses
 import difflib
 import hashlib
+import logging
 import os
 import pathlib
 import re
@@ -15,11 +17,14 @@ from headrace.checkpoints import registry
 from headrace.checkpoints.cache_dir import cache_dir as default_cache_dir
 from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.checkpoints.name_map import assemble
+from headrace.checkpoints.quality import load_quality, quality_line
 from headrace.checkpoints.quantize import Rounding, placer_of, round_checkpoint
 from headrace.checkpoints.quantized_tree import quantization_of
 from headrace.checkpoints.shardings import Place, Shardings
 
 __all__ = ["Checkpoint", "load_checkpoint"]
+
+logger = logging.getLogger(__name__)
 
 
 def load_checkpoint(
@@ -52,37 +57,66 @@ def load_checkpoint(
         raise ValueError("keep_packed and quantization exclude one another")
     place = placer_of(dtype, shardings, rounding)  # refuses before anything is fetched
     folder = default_cache_dir(cache_dir)
-    if name in registry.REGISTRY:
-        path = registry.fetch(name, folder)
-        digest = registry.REGISTRY[name].sha256
+    path, digest = _find(name, folder)
+    if path.is_file():
         checkpoint = load_gguf(path, place, identity=digest, keep_packed=keep_packed)
-        return _named(checkpoint, rounding)
+        return _described(_named(checkpoint, rounding), path, rounding)
+    from headrace.checkpoints import orbax_store, safetensors_reader  # slow to import
+
+    if orbax_store.is_store(path):
+        checkpoint = orbax_store.load_store(path, dtype=dtype, shardings=shardings)
+    elif safetensors_reader.is_quantized_folder(path):
+        as_it_is = placer_of(dtype, shardings, None)
+        checkpoint = safetensors_reader.load_folder(path, as_it_is)
+    else:
+        checkpoint = _named(safetensors_reader.load_folder(path, place), rounding)
+        return _described(checkpoint, path, rounding)
+    is_rounded = checkpoint.quantization is None
+    checkpoint = round_checkpoint(checkpoint, rounding)
+    return _described(checkpoint, path, rounding if is_rounded else None)
+
+
+def _find(name: str, folder: pathlib.Path) -> tuple[pathlib.Path, str | None]:
+    """The file or folder of a model, and its hash where that is known.
+
+    Raises:
+      ValueError: there is nothing of that name.
+    """
+    if name in registry.REGISTRY:
+        return registry.fetch(name, folder), registry.REGISTRY[name].sha256
     path = pathlib.Path(name).expanduser()
+    if path.is_dir():
+        return path, None
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(
                 f"{path} is a file, but no .gguf file; a folder of safetensors is "
                 f"loaded by the folder's name"
             )
-        return _named(load_gguf(path, place, keep_packed=keep_packed), rounding)
-    if not path.is_dir():
-        if not _is_hub_id(name):
-            raise ValueError(_unknown(name))
-        from headrace.checkpoints.hub import download
+        return path, None
+    if not _is_hub_id(name):
+        raise ValueError(_unknown(name))
+    from headrace.checkpoints.hub import download
 
-        path = download(name, folder)
-    from headrace.checkpoints import orbax_store, safetensors_reader  # slow to import
+    return download(name, folder), None
 
-    if orbax_store.is_store(path):
-        return round_checkpoint(
-            orbax_store.load_store(path, dtype=dtype, shardings=shardings), rounding
+
+def _described(
+    checkpoint: Checkpoint, path: pathlib.Path, rounding: Rounding | None
+) -> Checkpoint:
+    """A checkpoint with what is known of its quality, which is told."""
+    if checkpoint.quantization is None:
+        return checkpoint
+    if rounding is not None:
+        logger.info(
+            "weights rounded to %s; scripts/quality_report.py says what that costs",
+            checkpoint.quantization,
         )
-    if safetensors_reader.is_quantized_folder(path):
-        as_it_is = placer_of(dtype, shardings, None)
-        return round_checkpoint(
-            safetensors_reader.load_folder(path, as_it_is), rounding
-        )
-    return _named(safetensors_reader.load_folder(path, place), rounding)
+        return checkpoint
+    quality = load_quality(path, checkpoint.identity)
+    checkpoint = dataclasses.replace(checkpoint, quality=quality)
+    logger.info("%s", quality_line(checkpoint))
+    return checkpoint
 
 
 def _named(checkpoint: Checkpoint, rounding: Rounding | None) -> Checkpoint:

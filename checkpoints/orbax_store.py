@@ -1,9 +1,10 @@
 """Our own folder format: arrays through Orbax, everything else as JSON beside them.
 
-Quantized weights stay so (`stored_tree`); quantization.json says what they are.
-`headrace.json` is written last and lists the SHA-256 of every other file; loading
-checks them all, so a damaged, edited or half-written store is refused. Arrays are
-restored straight into their shardings.
+Quantized weights stay so (`stored_tree`); quantization.json says what they are, and
+calibration.json how they came to be. `headrace.json` is written last and lists the
+SHA-256 of every other file but the quality report; loading checks them all, so a
+damaged, edited or half-written store is refused. Arrays are restored straight into
+their shardings.
 """
 
 import concurrent.futures
@@ -21,6 +22,7 @@ import orbax.checkpoint as ocp
 from headrace.checkpoints.cache_dir import atomic_folder
 from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.checkpoints.hf_config import read_json
+from headrace.checkpoints.quality import quality_path
 from headrace.checkpoints.quantized_tree import quantization_of
 from headrace.checkpoints.registry import file_sha256
 from headrace.checkpoints.shardings import Shardings, sharding_of
@@ -31,7 +33,7 @@ from headrace.layers.models import param_shapes
 
 MANIFEST = "headrace.json"
 _CONFIG, _TOKENIZER, _PARAMS = "model_config.json", "tokenizer_spec.json", "params"
-_QUANTIZATION = "quantization.json"
+_QUANTIZATION, _CALIBRATION = "quantization.json", "calibration.json"
 # 2 may hold quantized weights.
 _FORMAT, _FORMATS = 2, (1, 2)
 
@@ -59,6 +61,8 @@ def save_store(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
             checkpointer.wait_until_finished()
         if described:
             _write_json(folder / _QUANTIZATION, described)
+        if checkpoint.calibration is not None:
+            _write_json(folder / _CALIBRATION, dict(checkpoint.calibration))
         _write_json(folder / _CONFIG, checkpoint.config.to_mapping())
         if checkpoint.tokenizer is not None:
             spec = dataclasses.asdict(checkpoint.tokenizer)
@@ -95,6 +99,7 @@ def load_store(
     config = ModelConfig.from_mapping(read_json(folder / _CONFIG))
     params = _restore(folder, config, dtype, shardings)
     scheme, skip = quantization_of(params)
+    calibration = folder / _CALIBRATION
     return Checkpoint(
         config=config,
         params=params,
@@ -102,6 +107,7 @@ def load_store(
         identity=manifest["identity"],
         quantization=scheme,
         quantization_skip=skip,
+        calibration=read_json(calibration) if calibration.exists() else None,
     )
 
 
@@ -167,11 +173,12 @@ def _check(folder: pathlib.Path, manifest: dict) -> None:
 
 
 def _hashes(folder: pathlib.Path) -> dict[str, str]:
-    """SHA-256 of every file but the manifest, by path within the folder."""
+    """SHA-256 of every file that is part of it, by path within the folder."""
+    apart = (folder / MANIFEST, quality_path(folder))
     names = sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
-        if path.is_file() and path != folder / MANIFEST
+        if path.is_file() and path not in apart
     )
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         digests = pool.map(lambda name: file_sha256(folder / name), names)

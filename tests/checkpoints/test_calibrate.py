@@ -1,7 +1,10 @@
 """Quantizing with data: nearer to the products of a text than rounding is."""
 
 import dataclasses
+import weakref
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -117,3 +120,22 @@ def test_what_does_not_go_together_is_refused(tiny_checkpoint, method, name, mes
     rounding = Rounding(scheme=parse_scheme(name), skip=SKIP)
     with pytest.raises(ValueError, match=message):
         calibrated(tiny_checkpoint, rounding, method, [np.ones(8, np.int32)])
+
+
+def test_donated_layers_are_freed_one_by_one(tiny_checkpoint):
+    """Beside the model there is one layer at most."""
+    params = jax.tree.map(jnp.array, tiny_checkpoint.params)  # copies of our own
+    own = dataclasses.replace(tiny_checkpoint, params=params)
+    originals = {k: weakref.ref(params[k]["qkv"]) for k in ("layer_0", "layer_1")}
+    del params
+    seen = []
+    found = calibrated(
+        own,
+        Rounding(scheme=parse_scheme("int4-g32"), skip=SKIP),
+        "gptq",
+        [np.arange(40)],
+        tell=lambda _: seen.append([ref() is None for ref in originals.values()]),
+        donate=True,
+    )
+    assert seen == [[True, False], [True, True]]
+    assert is_quantized(found.params["layer_1"]["qkv"])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.scripts import quality_report
+from headrace.scripts.quality_compare import scheme_of
 from headrace.scripts.quality_metrics import (
     Agreement,
     log_softmax,
@@ -99,12 +100,12 @@ def test_names_say_method_scheme_and_pages():
         ("gptq-g128", "int4-g128", "gptq", "float32"),
         ("kv-int8", None, None, "int8"),
     ):
-        wanted = quality_report.scheme_of(name)
+        wanted = scheme_of(name)
         found = wanted.rounding and wanted.rounding.scheme.name
         assert (found, wanted.method, wanted.kv_dtype) == (scheme, method, pages)
     for name in ("w8a8-", "awq", "gptq-", "kv-int4", "smooth"):
         with pytest.raises(ValueError):
-            quality_report.scheme_of(name)
+            scheme_of(name)
 
 
 @pytest.mark.parametrize("settings, message", [
