@@ -1,8 +1,6 @@
-"""TLS and mutual TLS, with certificates made here by openssl."""
+"""TLS and mutual TLS over gRPC."""
 
 import asyncio
-import shutil
-import subprocess
 
 import pytest
 from grpc_calls import front
@@ -10,43 +8,6 @@ from grpc_calls import front
 from headrace.client import CallError, Client, Tls
 from headrace.engine.serving.grpc_server import GrpcServer
 from headrace.engine.serving.server_options import ServerOptions
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
-
-
-@pytest.fixture(scope="module")
-def pem(tmp_path_factory):
-    """name -> path: a CA, server and client certificates of it, and another CA's."""
-    folder = tmp_path_factory.mktemp("pem")
-
-    def openssl(*arguments):
-        subprocess.run(
-            ["openssl", *arguments], cwd=folder, check=True, capture_output=True
-        )
-
-    for ca in ("ca", "other_ca"):
-        _self_signed(openssl, ca)
-    for name, ca in (("server", "ca"), ("client", "ca"), ("stranger", "other_ca")):
-        key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        openssl(
-            "req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj",
-            f"/CN={name}",
-        )  # fmt: skip
-        (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-        openssl(
-            "x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey",
-            f"{ca}.key", "-CAcreateserial", "-out", f"{name}.pem", "-days", "2",
-            "-extfile", "names",
-        )  # fmt: skip
-    return {path.name: str(path) for path in folder.iterdir()}
-
-
-def _self_signed(openssl, name):
-    openssl(
-        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-        "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2",
-        "-subj", f"/CN={name}",
-    )  # fmt: skip
 
 
 def _outcomes(serve, options, clients):
