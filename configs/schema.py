@@ -146,6 +146,8 @@ class EngineConfig(FromMapping):
         tenant served least); or "static" (Orca's baseline: whole batches).
       ageing_s: seconds of waiting that outweigh one unit of priority.
       max_queued_requests, max_queued_tokens: bounds of the queue; None is no bound.
+      share_queue: a tenant may have no more waiting than the queue has room left; so it
+        alone takes half of each bound, two that flood a third each.
       max_queue_delay_s: how long an idle engine waits for more prompts.
       max_tokens_per_step: decode rows and prompt tokens of a step together; a step
         with prompts prefills at least one chunk. None is no bound.
@@ -181,6 +183,7 @@ class EngineConfig(FromMapping):
     ageing_s: float = 10.0
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
+    share_queue: bool = False
     max_queue_delay_s: float = 0.0
     max_tokens_per_step: int | None = None
     host_kv_bytes: int | None = None
@@ -200,6 +203,7 @@ class EngineConfig(FromMapping):
             check_int("host_kv_bytes", self.host_kv_bytes, 0)
         for name in ("prefix_cache", "multi_tenant", "scoring", "keep_packed"):
             check_choice(name, getattr(self, name), (False, True))
+        check_choice("share_queue", self.share_queue, (False, True))
         for name in ("max_queued_requests", "max_queued_tokens", "max_tokens_per_step"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)

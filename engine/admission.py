@@ -44,33 +44,41 @@ class Admission:
         self._coming: dict[PageName, str] = {}
         self._time_limits: list[tuple[float, int, bool, Request]] = []
 
-    def check_room(self, count: int, num_tokens: int) -> None:
-        """Whether the queue takes so many requests and prompt tokens more.
+    def check_room(self, tenant: str | None, count: int, num_tokens: int) -> None:
+        """Whether the queue takes so many requests and prompt tokens more of a tenant.
+
+        Source: of `share_queue`, Choudhury and Hahne, 1998, "Dynamic queue length
+        thresholds for shared-memory packet switches", with alpha = 1.
 
         Raises:
           QueueFullError: one of the queue's bounds is reached.
           ValueError: an empty queue would not take them either.
         """
         config, queue = self._config, self.queue
-        for name, waiting, more, limit in (
-            ("max_queued_requests", len(queue), count, config.max_queued_requests),
-            (
-                "max_queued_tokens",
-                queue.num_tokens,
-                num_tokens,
-                config.max_queued_tokens,
-            ),
+        own_count, own_tokens = queue.waiting_of(tenant)
+        for name, waiting, own, more in (
+            ("max_queued_requests", len(queue), own_count, count),
+            ("max_queued_tokens", queue.num_tokens, own_tokens, num_tokens),
         ):
-            have = waiting + more
-            if limit is not None and more > limit:
+            limit = getattr(config, name)
+            if limit is None:
+                continue
+            if more > limit:
                 raise ValueError(
                     f"a request with its completions must fit the queue, whose {name} "
                     f"is {limit}, got {more}"
                 )
-            if limit is not None and have > limit:
+            have, room = waiting + more, limit - waiting
+            if more > room:
                 raise QueueFullError(
                     f"the queue is full: {name} is {limit}, and this request would "
                     f"make it {have}; try again later"
+                )
+            if config.share_queue and own and own + more > room - more:
+                raise QueueFullError(
+                    f"the queue is full for this tenant: of {name} {limit} it has "
+                    f"{own}, {room} are left, and more than is left it may not have; "
+                    f"try again later"
                 )
 
     def add(self, request: Request) -> None:

@@ -44,7 +44,7 @@ _HOST_ONLY = {
     "policy", "ageing_s", "max_queued_requests", "max_queued_tokens",
     "max_queue_delay_s", "max_tokens_per_step", "prefill_calls_per_decode",
     "prefix_cache", "multi_tenant", "memory_fraction", "numerics",
-    "compile_threads", "host_kv_bytes", "max_grammar_len", "keep_packed",
+    "compile_threads", "host_kv_bytes", "max_grammar_len", "keep_packed", "share_queue",
 }  # fmt: skip
 # Every file that a traced program passes through.
 _CODE = (

@@ -107,8 +107,9 @@ class Scheduler:
             num_pages = self._manager.pages_for(request.max_len)
             assert num_pages < self._manager.num_pages
         tokens = sum(request.prompt_len for request in requests)
-        life.admission.check_room(len(requests), tokens)
-        if (tenant := requests[0].tenant) is not None:  # siblings have the same
+        tenant = requests[0].tenant  # siblings have the same
+        life.admission.check_room(tenant, len(requests), tokens)
+        if tenant is not None:
             tenants = {other.tenant for other in life.requests.values()}
             life.admission.queue.come_back(tenant, tenants)
         for request in requests:

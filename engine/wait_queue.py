@@ -39,6 +39,8 @@ class WaitQueue:
         self._served: dict[str | None, float] = {}
         self._length = 0
         self.num_tokens = 0
+        # Requests and prompt tokens of each tenant that has some.
+        self._waiting: dict[str | None, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         """Waiting requests."""
@@ -49,8 +51,7 @@ class WaitQueue:
         tenant = self._tenant(request)
         line = self._lines.setdefault(tenant, [])
         bisect.insort(line, self._entry(request))
-        self._length += 1
-        self.num_tokens += request.prompt_len
+        self._count(request, 1)
 
     def remove(self, request: Request) -> None:
         """Takes out a request that waits."""
@@ -61,8 +62,11 @@ class WaitQueue:
         del line[place]
         if not line:
             del self._lines[tenant]
-        self._length -= 1
-        self.num_tokens -= request.prompt_len
+        self._count(request, -1)
+
+    def waiting_of(self, tenant: str | None) -> tuple[int, int]:
+        """A tenant's requests and their prompt tokens, whatever the policy."""
+        return self._waiting.get(tenant, (0, 0))
 
     def candidates(self) -> Iterator[Request]:
         """All that wait, in the order in which they should get slots.
@@ -102,6 +106,17 @@ class WaitQueue:
     def served(self, tenant: str | None) -> float:
         """The tenant's virtual token counter."""
         return self._served.get(tenant, 0.0)
+
+    def _count(self, request: Request, sign: int) -> None:
+        self._length += sign
+        self.num_tokens += sign * request.prompt_len
+        count, tokens = self.waiting_of(request.tenant)
+        self._waiting[request.tenant] = (
+            count + sign,
+            tokens + sign * request.prompt_len,
+        )
+        if not self._waiting[request.tenant][0]:
+            del self._waiting[request.tenant]
 
     def _tenant(self, request: Request) -> str | None:
         return request.tenant if self._is_fair else None

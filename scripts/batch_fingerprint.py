@@ -26,7 +26,7 @@ _NO_BITS = frozenset(
     {
         "ageing_s", "compile_threads", "host_kv_bytes", "max_queue_delay_s",
         "max_tokens_per_step", "memory_fraction", "policy", "prefill_calls_per_decode",
-        "prefix_cache",
+        "prefix_cache", "share_queue",
     }
 )  # fmt: skip
 _PACKAGES = ("jax", "jaxlib", "numpy", "tokenizers", "llguidance", "jinja2")

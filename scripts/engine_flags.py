@@ -67,12 +67,18 @@ flags.DEFINE_enum(
     ["fcfs", "priority", "fair", "static"],
     "Who gets a slot next; 'static' decodes whole batches to their end.",
 )
+flags.DEFINE_integer(
+    "host_kv_bytes",
+    None,
+    "Host memory for the pages of requests that give way; on a CPU 0 unless said.",
+    lower_bound=0,
+)
 flags.DEFINE_string("cache_dir", None, "Where weights and compiled programs are kept.")
 
 
 _SETTINGS = (
     "num_slots", "max_context_len", "numerics", "policy", "quantization", "kv_dtype",
-    "keep_packed",
+    "keep_packed", "host_kv_bytes",
 )  # fmt: skip
 
 

@@ -39,6 +39,12 @@ flags.DEFINE_float("grace_s", 30.0, "Seconds for running calls after SIGTERM.")
 flags.DEFINE_integer("max_message_bytes", 8 * 2**20, "Of a request or response.")
 flags.DEFINE_integer("max_concurrent_calls", 1024, "Calls at a time.")
 flags.DEFINE_integer("max_queued_requests", 256, "Requests that wait for a slot.")
+flags.DEFINE_bool(
+    "share_queue",
+    None,
+    "A tenant may have no more requests waiting than places are left, so that a flood "
+    "takes half of them at most. Default: with --key_file.",
+)
 flags.DEFINE_bool("scoring", True, "Compile what Score and prompt_logprobs need.")
 flags.DEFINE_enum(
     "log_prompts",
@@ -122,7 +128,14 @@ def for_serving(config: EngineConfig) -> EngineConfig:
         config,
         scoring=FLAGS.scoring,
         max_queued_requests=FLAGS.max_queued_requests,
+        share_queue=shares_queue(),
     )
+
+
+def shares_queue() -> bool:
+    """Whether tenants share the queue's places, as a flag says or keys suggest."""
+    is_told = FLAGS.share_queue is not None
+    return FLAGS.share_queue if is_told else FLAGS.key_file is not None
 
 
 def _announce(line: str) -> None:

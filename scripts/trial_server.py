@@ -47,6 +47,7 @@ def _llm() -> object:
         num_pages=slots * 32 + 1,
         policy=FLAGS.policy or "fcfs",
         max_queued_requests=FLAGS.max_queued_requests,
+        share_queue=serve.shares_queue(),
     )
 
 

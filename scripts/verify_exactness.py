@@ -27,11 +27,10 @@ FLAGS = flags.FLAGS
 
 flags.DEFINE_integer("num_requests", 24, "Requests of each run.", lower_bound=8)
 flags.DEFINE_integer("trial_seed", 0, "Seed of prompts, parameters and orders.")
-flags.DEFINE_integer(
-    "host_kv_bytes", 2**31, "Host memory for preempted requests.", lower_bound=0
-)
 
 SHARED_PAGES, MAX_OUTPUT = 2, 48
+# For preempted requests, where --host_kv_bytes says nothing.
+HOST_KV_BYTES = 2**31
 
 # What a request gave: its tokens, and the bits of its log-probabilities.
 Result = tuple[list[int], list[list[tuple[int, str]]]]
@@ -203,10 +202,11 @@ def tight(engine: EngineConfig, count: int) -> EngineConfig:
     assert engine.max_context_len is not None
     # Never below one request of the whole context, which the engine would refuse.
     pages = -(-engine.max_context_len // engine.page_size)
+    wanted = engine.host_kv_bytes
     return dataclasses.replace(
         engine,
         num_pages=pages * max(1, count // 8) + 1,
-        host_kv_bytes=FLAGS.host_kv_bytes,
+        host_kv_bytes=HOST_KV_BYTES if wanted is None else wanted,
     )
 
 

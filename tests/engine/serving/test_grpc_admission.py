@@ -107,5 +107,37 @@ def test_a_full_queue_is_told_likewise(serve):
     assert dict(error.trailing_metadata())[PUSHBACK] == "1000"
 
 
+@pytest.mark.parametrize("share_queue", [True, False])
+def test_a_flood_of_one_key_leaves_places_for_another(serve, key_file, share_queue):
+    """Without sharing the other tenant is refused, too: the queue is one tenant's."""
+
+    async def main(service):
+        async with front(service) as (_, stub):
+            flood = [("authorization", "Bearer k2")]
+            calls = [
+                stub.Generate(long_request(), metadata=flood) for _ in range(1 + 12)
+            ]
+            ends = [asyncio.ensure_future(call.code()) for call in calls]
+            waiting = 4 if share_queue else 8
+            while sum(end.done() for end in ends) < 12 - waiting:
+                await asyncio.sleep(0.01)
+            assert {await end for end in ends if end.done()} == {
+                CODE.RESOURCE_EXHAUSTED
+            }
+            good = stub.GenerateOnce(
+                request(), metadata=[("authorization", "Bearer k1")]
+            )
+            if not share_queue:
+                return (await refusal(good)).code()
+            return len((await good).completions)
+
+    engine = {
+        "max_queued_requests": 8, "num_pages": 33, "share_queue": share_queue,
+        "policy": "fair",
+    }  # fmt: skip
+    found = serve(main, engine=engine, keys=key_file)
+    assert found == (1 if share_queue else CODE.RESOURCE_EXHAUSTED)
+
+
 def test_a_long_wait_still_fits_what_grpc_reads():
     assert pushback_ms(0.0001) == 1 and pushback_ms(10**9) == 2**31 - 1
