@@ -18,7 +18,8 @@ class AccessLog:
     Its fields: time (arrival, UTC), request_id, tenant, method, code, finish_reason,
     prompt_tokens, cached_tokens, output_tokens, and in seconds queue_s, ttft_s (from
     arrival to the first token) and total_s; null where it never came to that. No
-    message: it may quote the caller.
+    message: it may quote the caller. A call without a known key has peer, its address,
+    and untold besides: how many such calls since the last line had none (refusals.py).
 
     Args:
       logger: gets the lines.
@@ -33,6 +34,9 @@ class AccessLog:
 
 
 def _fields(record: CallRecord) -> dict[str, str | int | float | None]:
+    stranger: dict[str, str | int | float | None] = {}
+    if record.peer is not None:
+        stranger = {"peer": record.peer, "untold": record.num_untold}
     arrival = datetime.datetime.fromtimestamp(record.wall_s, datetime.UTC)
 
     def since_arrival(time_s: float | None) -> float | None:
@@ -51,6 +55,7 @@ def _fields(record: CallRecord) -> dict[str, str | int | float | None]:
         "queue_s": since_arrival(record.admitted_s),
         "ttft_s": since_arrival(record.first_token_s),
         "total_s": since_arrival(record.finished_s),
+        **stranger,
     }
 
 

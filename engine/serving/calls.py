@@ -3,6 +3,8 @@
 import contextlib
 import contextvars
 import dataclasses
+import re
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +20,32 @@ if TYPE_CHECKING:
 TRACE_PARENT: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "traceparent", default=None
 )
+# It stands in logs and traces: nothing that could pass for another line.
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+def new_request_id() -> str:
+    """An id for a call that brought none."""
+    return f"req-{secrets.token_hex(12)}"
+
+
+def check_request_id(name: str, value: str) -> str:
+    """A caller's own id, whichever protocol brought it.
+
+    Args:
+      name: of the field or header that it stood in.
+      value: as the caller wrote it.
+
+    Raises:
+      ServiceError: invalid_argument.
+    """
+    if not _REQUEST_ID.fullmatch(value):
+        raise ServiceError(
+            "invalid_argument",
+            f"{name} must be 1 to 128 printable ASCII characters without spaces, got "
+            f"{value!r:.80}",
+        )
+    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,17 +76,20 @@ class CallRecord:
     """How a call went, for metrics, traces and the access log. No text is in it.
 
     Attributes:
-      method: "generate" or "score".
+      tenant: None where the caller is not known.
+      method: "generate" or "score"; of a caller who is not known what it asked for.
       wall_s: when it arrived, seconds of the epoch.
       arrival_s, admitted_s, first_token_s, finished_s: seconds of
         `time.perf_counter`; None where it never came to that.
       has_run: the engine took it, so the times and counts are known.
       code: "ok", or a `ServiceError` code.
       trace_parent: of the caller's trace, as in W3C Trace Context.
+      peer: the address of a caller who is not known; else None.
+      num_untold: such callers before it of whom no observer was told.
     """
 
     request_id: str
-    tenant: str
+    tenant: str | None
     method: str
     wall_s: float
     arrival_s: float
@@ -73,6 +104,8 @@ class CallRecord:
     code: str = "ok"
     message: str | None = None
     trace_parent: str | None = dataclasses.field(default_factory=TRACE_PARENT.get)
+    peer: str | None = None
+    num_untold: int = 0
 
     def take(self, reader: "Reader") -> None:
         """Notes what the engine knows of the request, as far as it has come."""

@@ -1,17 +1,13 @@
 """Requests of the protocol to calls, outputs to its responses. Host side, no jax."""
 
-import re
 from collections.abc import Mapping, Sequence
 
 from headrace.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from headrace.engine.serving.calls import Call
+from headrace.engine.serving.calls import Call, check_request_id
 from headrace.engine.serving.errors import ServiceError
 from headrace.engine.serving.grpc_params import read_params
 from headrace.engine.serving.limits import ServiceLimits, check_at_most
 from headrace.engine.serving.proto import generation_pb2 as pb
-
-# It stands in logs and traces: nothing that could pass for another line.
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 def read_call(request: pb.GenerateRequest, limits: ServiceLimits) -> Call:
@@ -33,13 +29,7 @@ def read_call(request: pb.GenerateRequest, limits: ServiceLimits) -> Call:
             raise _unset("prompt", "text, token_ids and conversation")
     request_id = None
     if request.HasField("request_id"):
-        request_id = request.request_id
-        if not _REQUEST_ID.fullmatch(request_id):
-            raise ServiceError(
-                "invalid_argument",
-                "request_id must be 1 to 128 printable ASCII characters without "
-                f"spaces, got {request_id!r:.80}",
-            )
+        request_id = check_request_id("request_id", request.request_id)
     has = request.HasField
     return Call(
         prompt=prompt,

@@ -39,6 +39,7 @@ PUSHBACK = "grpc-retry-pushback-ms"
 _OPEN = "/grpc.health.v1.Health/"
 # What takes a place among `max_calls`; Cancel must get through when all are taken.
 _COUNTED = frozenset(("Generate", "GenerateOnce", "Score", "Tokenize"))
+_NAMES = _COUNTED | {"ModelInfo", "Cancel"}
 # Of a status: headers have a bound, and percent-encoding can triple it.
 _MAX_MESSAGE_CHARS = 1000
 
@@ -64,7 +65,7 @@ class Guard(grpc.aio.ServerInterceptor):
             try:
                 self._service.tenant_of(bearer_key(details.invocation_metadata))
             except ServiceError as error:
-                return _refusal(error)
+                return self._refusal(error, method)
         handler = await continuation(details)
         if handler is None or handler.request_streaming:
             return handler  # unknown methods; reflection, which has its own checks
@@ -116,6 +117,8 @@ class Guard(grpc.aio.ServerInterceptor):
                 )
             return await behaviour(request, context)
         except ServiceError as error:
+            if error.code == "unauthenticated":  # the key was taken away just now
+                self._note_refusal(method, context)
             await _abort(context, error)
         except grpc.aio.AbortError:
             raise  # a method's own status
@@ -126,6 +129,20 @@ class Guard(grpc.aio.ServerInterceptor):
             await _abort(context, ServiceError("internal", "the server has failed"))
         finally:
             self._num_calls -= is_counted
+
+    def _refusal(self, error: ServiceError, method: str) -> Any:
+        """A method that refuses before a message is read."""
+
+        async def refuse(requests: Any, context: Any) -> None:
+            self._note_refusal(method, context)
+            await _abort(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    def _note_refusal(self, method: str, context: Any) -> None:
+        # A stranger may call a method whatever it likes.
+        name = method.rpartition("/")[2]
+        self._service.refusals.note(name if name in _NAMES else "other", context.peer())
 
 
 def bearer_key(metadata: Sequence[tuple[str, Any]] | None) -> str | None:
@@ -154,15 +171,6 @@ def _trace(error: BaseException) -> Iterator[str]:
         yield from _trace(cause)
     yield from traceback.format_tb(error.__traceback__)
     yield f"{type(error).__name__}\n"
-
-
-def _refusal(error: ServiceError) -> Any:
-    """A method that refuses before a message is read."""
-
-    async def refuse(requests: Any, context: Any) -> None:
-        await _abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 async def _abort(context: Any, error: ServiceError) -> None:

@@ -8,7 +8,6 @@ import asyncio
 import functools
 import logging
 import math
-import secrets
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.engine.new_request import longest_request
-from headrace.engine.serving.calls import TRACE_PARENT
+from headrace.engine.serving.calls import TRACE_PARENT, check_request_id, new_request_id
 from headrace.engine.serving.errors import ErrorCode, ServiceError
 from headrace.engine.serving.http_body import param_of, read_ask
 from headrace.engine.serving.http_reply import Reply
@@ -32,6 +31,7 @@ from headrace.engine.serving.http_stream import (
     until_gone,
 )
 from headrace.engine.serving.prometheus import Metrics
+from headrace.engine.serving.server_options import address
 from headrace.engine.serving.strict_json import parse_object
 from headrace.engine.serving.tenants import Tenant
 
@@ -140,13 +140,14 @@ class _Front:
 
     async def _complete(self, request: Request, *, is_chat: bool) -> Any:
         # Strangers are refused before anything of theirs is read.
-        tenant = self._tenant(request)
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        tenant = self._tenant(request, path)
         TRACE_PARENT.set(request.headers.get("traceparent"))
+        request_id = _request_id(request)
         body = await self._body(request)
         request.state.body = body  # for what errors are about
         ask = read_ask(body, is_chat=is_chat, model_name=self._service.model_name)
         _check_tenant_can(tenant, len(ask.prompts))
-        request_id = f"req-{secrets.token_hex(12)}"
         reply = Reply(self._service, tenant, ask, request_id)
         headers = {"x-request-id": request_id}
         if ask.is_stream:
@@ -159,10 +160,16 @@ class _Front:
         whole = await until_gone(request.receive, reply.whole())
         return _json(200, whole, headers)
 
-    def _tenant(self, request: Request) -> Tenant:
+    def _tenant(self, request: Request, path: str = "/v1/models") -> Tenant:
+        """Who calls; a refusal is noted under the path."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         is_bearer = scheme.lower() == "bearer"
-        return self._service.tenant_of(key.strip() if is_bearer else None)
+        try:
+            return self._service.tenant_of(key.strip() if is_bearer else None)
+        except ServiceError:
+            host, port = request.client or ("", 0)
+            self._service.refusals.note(path, address(host, port))
+            raise
 
     def _model(self) -> dict[str, Any]:
         """As vLLM lists a model."""
@@ -213,6 +220,14 @@ class _Front:
             return parse_object(b"".join(parts))
         except ValueError as error:
             raise ServiceError("invalid_argument", f"the body: {error}") from None
+
+
+def _request_id(request: Request) -> str:
+    """The caller's, where it brought one, as behind a proxy."""
+    given = request.headers.get("x-request-id")
+    return (
+        new_request_id() if given is None else check_request_id("x-request-id", given)
+    )
 
 
 def _check_tenant_can(tenant: Tenant, num_prompts: int) -> None:

@@ -97,12 +97,17 @@ class Snapshot:
 
 _HELP = {
     "saturation": "Requests over slots, or KV cache in use; over 1 some wait",
+    "unauthenticated_calls": "Calls that were refused for want of a known key",
     "kv_cache_usage_perc": "Part of the KV cache in use, 0 to 1",
 }
 
 
 async def exposition(
-    engine: "AsyncLLM", *, model_name: str, prefix: str = "headrace"
+    engine: "AsyncLLM",
+    *,
+    model_name: str,
+    prefix: str = "headrace",
+    counters: Callable[[], Mapping[str, int]] = dict,
 ) -> tuple[bytes, str]:
     """What GET /metrics answers: text, and its content type.
 
@@ -110,10 +115,13 @@ async def exposition(
       engine: whose metrics they are.
       model_name: the label of all samples.
       prefix: "headrace", or "vllm" for dashboards that are there already.
+      counters: gives those that are not the engine's.
     """
     num_slots = engine.llm.engine_config.num_slots
     assert num_slots is not None
     registry = CollectorRegistry(auto_describe=False)
-    snapshot = Snapshot(await engine.stats(), num_slots, model_name, prefix)
+    stats = await engine.stats()
+    stats |= {"counters": stats["counters"] | dict(counters())}
+    snapshot = Snapshot(stats, num_slots, model_name, prefix)
     registry.register(snapshot)  # type: ignore[arg-type]
     return generate_latest(registry), CONTENT_TYPE_LATEST

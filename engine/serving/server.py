@@ -129,6 +129,7 @@ async def serve(
                 engine,
                 model_name=options.model_name,
                 prefix=options.metrics_prefix,
+                counters=service.counters,
             )
             async with running(service, options, metrics) as (grpc_server, http_server):
                 announce(f"serving gRPC on {grpc_server.address}")

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
@@ -18,10 +17,17 @@ from headrace.engine.outputs import RequestOutput
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.scoring import ScoreOutput
 from headrace.engine.serving.call_reader import CallReader
-from headrace.engine.serving.calls import Call, CallRecord, Observer, as_service_errors
+from headrace.engine.serving.calls import (
+    Call,
+    CallRecord,
+    Observer,
+    as_service_errors,
+    new_request_id,
+)
 from headrace.engine.serving.errors import ServiceError
 from headrace.engine.serving.limits import ServiceLimits
 from headrace.engine.serving.rate_limits import Gate
+from headrace.engine.serving.refusals import Refusals
 from headrace.engine.serving.tenants import ANONYMOUS, KeyFile, Tenant
 
 logger = logging.getLogger(__name__)
@@ -52,6 +58,7 @@ class GenerationService:
         self._reader = CallReader(engine, self.limits)
         self.gate = Gate()
         self._keys, self._observers = keys, list(observers)
+        self.refusals = Refusals(self._observers)
         self._running: dict[tuple[str, str], Reader] = {}
         self._num_calls = 0
         self._idle = asyncio.Event()
@@ -68,6 +75,10 @@ class GenerationService:
         """Calls that have entered and not ended."""
         return self._num_calls
 
+    def counters(self) -> dict[str, int]:
+        """What is counted here, besides the engine's metrics."""
+        return {"unauthenticated_calls": self.refusals.num_calls}
+
     async def start(self) -> None:
         """Runs a real step; from then on the service is ready.
 
@@ -83,7 +94,7 @@ class GenerationService:
         self.is_ready = True
 
     def tenant_of(self, key: str | None) -> Tenant:
-        """Who calls.
+        """Who calls. Whoever tells a caller that it is refused notes it in `refusals`.
 
         Raises:
           ServiceError: unauthenticated.
@@ -239,7 +250,7 @@ class GenerationService:
             raise ServiceError("unavailable", "the server is starting")
 
     def _record(self, tenant: Tenant, method: str, given: str | None) -> CallRecord:
-        request_id = given or f"req-{secrets.token_hex(12)}"
+        request_id = given or new_request_id()
         if (tenant.name, request_id) in self._running:
             raise ServiceError(
                 "invalid_argument", f"request_id {request_id!r:.80} is running already"

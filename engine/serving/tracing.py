@@ -63,7 +63,7 @@ class CallTracer:
             "gen_ai.response.finish_reasons": reasons,
             "gen_ai.usage.input_tokens": record.num_prompt_tokens,
             "gen_ai.usage.output_tokens": record.num_output_tokens,
-            "headrace.tenant": record.tenant,
+            "headrace.tenant": record.tenant or "",
             "headrace.code": record.code,
         }
 
