@@ -44,3 +44,10 @@ def test_percentiles_are_in_milliseconds():
         "p99_ttft_ms": 100.0,
         "max_ttft_ms": 101.0,
     }
+
+
+def test_a_phase_in_which_nobody_was_served_has_no_percentiles():
+    found = ttft_row("flooded", [])
+    assert (found["requests"], found["p99_ttft_ms"], found["max_ttft_ms"]) == (
+        0, None, None,
+    )  # fmt: skip
