@@ -10,6 +10,7 @@ import dataclasses
 
 import numpy as np
 
+from headrace.checkpoints.clipping import clipped
 from headrace.checkpoints.dequantize import dequantize
 from headrace.checkpoints.quantize import quantize_array
 from headrace.configs.quantization import Scheme
@@ -22,7 +23,8 @@ def awq(weight: np.ndarray, rows: np.ndarray, scheme: Scheme) -> QuantizedTensor
     """Rounds a weight with the inputs that matter most kept nearest.
 
     Source: Lin et al. 2023, "AWQ: Activation-aware Weight Quantization", equation 5:
-    s = mean(|x|) ** alpha, alpha by a search over [0, 1).
+    s = mean(|x|) ** alpha, alpha by a search over [0, 1); large weights are clipped
+    where that helps, as in its authors' code.
 
     Args:
       weight: [O, I].
@@ -30,14 +32,17 @@ def awq(weight: np.ndarray, rows: np.ndarray, scheme: Scheme) -> QuantizedTensor
       scheme: weight-only.
 
     Returns:
-      Arrays of numpy; alpha 0, which is rounding to nearest, is among the candidates.
+      Arrays of numpy; alpha 0, which scales nothing, is among the candidates.
     """
     rows = rows.astype(np.float32)
     size = np.abs(rows).mean(0).clip(1e-8)
+    square = np.square(rows).mean(0)
     truth = rows @ weight.T
     best: tuple[float, QuantizedTensor] | None = None
     for alpha in _ALPHAS:
-        found = _scaled(weight, _centred(size**alpha), scheme)
+        scales = _centred(size**alpha)
+        scaled = clipped(weight * scales, square / scales**2, scheme)
+        found = dataclasses.replace(scaled, factors=1 / scales)  # type: ignore[arg-type]
         products = (rows * found.factors) @ _plain(found).T
         error = float(np.square(products - truth).sum(dtype=np.float64))
         if best is None or error < best[0]:

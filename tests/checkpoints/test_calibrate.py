@@ -10,6 +10,7 @@ import pytest
 
 from headrace.checkpoints.activation_scaling import awq, smooth
 from headrace.checkpoints.calibrate import calibrated
+from headrace.checkpoints.clipping import clipped
 from headrace.checkpoints.gptq import gptq
 from headrace.checkpoints.quantize import Rounding, quantize_array, round_checkpoint
 from headrace.configs.quantization import parse_scheme
@@ -49,12 +50,30 @@ def test_gptq_is_nearer_on_its_text(case, name):
     assert error(found, weight, rows) < 0.8 * error(rounded, weight, rows)
 
 
-def test_gptq_of_uncorrelated_inputs_is_rounding(case):
+def test_gptq_of_uncorrelated_inputs_is_rounding_with_clipped_scales(case):
     weight, _, _ = case
     scheme = parse_scheme("int4-g64")
-    found, rounded = gptq(weight, np.eye(192), scheme), quantize_array(weight, scheme)
+    found = gptq(weight, np.eye(192), scheme)
+    rounded = clipped(weight, np.ones(192), scheme)
     np.testing.assert_array_equal(found.scales, rounded.scales)
     np.testing.assert_array_equal(found.values, rounded.values)
+
+
+@pytest.mark.parametrize("name", ["int4-g64", "int4-g32-z"])
+def test_clipped_scales_leave_less_error_of_what_counts(case, name):
+    weight, rows, _ = case
+    weight[:, ::64] *= 4  # one large weight in every group
+    scheme = parse_scheme(name)
+    importance = np.square(rows).mean(0)
+    found, rounded = clipped(weight, importance, scheme), quantize_array(weight, scheme)
+
+    def errors(tensor):
+        off = np.square(np.asarray(tensor.dequantized()) - weight) * importance
+        return off.reshape(*tensor.scales.shape, -1).sum(-1)
+
+    assert (errors(found) <= errors(rounded) * (1 + 1e-5)).all()
+    assert errors(found).sum() < 0.97 * errors(rounded).sum()
+    assert (found.scales <= rounded.scales).all()
 
 
 def test_gptq_takes_inputs_that_never_occur(case):
