@@ -33,6 +33,7 @@ METHODS: tuple[Method, ...] = ("gptq", "awq", "smooth")
 # A layer's weights in the order of its products.
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
 _PAGE = 64
+_STORAGE = kv.KVStorage(dtype="float32")
 # Rows that AWQ's search compares products of.
 _SEARCH_ROWS = 1024
 
@@ -135,7 +136,7 @@ def _layer_step(model: ModelConfig, length: int) -> Callable[[dict, jax.Array], 
     @jax.jit
     def step(params: dict, x_TD: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         group = kv.allocate(
-            one_layer, num_pages=num_pages, page_size=_PAGE, dtype="float32"
+            one_layer, num_pages=num_pages, page_size=_PAGE, storage=_STORAGE
         )[0]
         rotary = rotary_tables(
             inputs.positions_BT,

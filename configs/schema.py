@@ -11,19 +11,18 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from headrace.configs.checks import check_choice, check_int, check_range, check_tuple
+from headrace.configs.kv_types import KV_8BIT, KVDtype
 from headrace.configs.mapping import FromMapping
 from headrace.configs.quantization import parse_scheme
 
 Numerics = Literal["invariant", "fast"]
 Policy = Literal["fcfs", "priority", "fair", "static"]
 Dtype = Literal["float32", "bfloat16"]
-KVDtype = Literal["float32", "bfloat16", "int8", "float8_e4m3fn"]
 
 KEY_BLOCK = 128
 """Keys per block of the XLA attention; pages divide it (DESIGN: fixed blocks)."""
 
 PAGE_SIZES = (16, 32, 64)
-KV_8BIT = ("int8", "float8_e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +135,7 @@ class EngineConfig(FromMapping):
       max_stop_ids: stop ids per request that the device can check.
       param_dtype, kv_dtype: storage types of weights and KV pages; pages of 8 bits have
         a scale per token and kv head.
+      kv_dtype_skip: layers whose pages are in `param_dtype` where others have 8 bits.
       quantization: scheme to which weights are rounded while they are loaded, such as
         "int8" (configs/quantization.py); None leaves them as they come.
       quantization_skip: parameters that are not, as patterns such as "layer_0/*".
@@ -175,6 +175,7 @@ class EngineConfig(FromMapping):
     max_stop_ids: int = 8
     param_dtype: Dtype | None = None
     kv_dtype: KVDtype | None = None
+    kv_dtype_skip: tuple[int, ...] = ()
     quantization: str | None = None
     quantization_skip: tuple[str, ...] = ("embedding", "head")
     keep_packed: bool = False
@@ -221,6 +222,9 @@ class EngineConfig(FromMapping):
                 f"kv_dtype {self.kv_dtype} needs a page_size of at least 32, got "
                 f"{self.page_size}"
             )
+        check_tuple("kv_dtype_skip", self.kv_dtype_skip)
+        for layer in self.kv_dtype_skip:
+            check_int("kv_dtype_skip", layer, 0)
         check_tuple("quantization_skip", self.quantization_skip)
         if self.quantization is not None:
             parse_scheme(self.quantization)

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
+from headrace.configs.kv_types import KV_8BIT
 from headrace.configs.quantization import parse_scheme
-from headrace.configs.schema import KEY_BLOCK, KV_8BIT, EngineConfig, ModelConfig
+from headrace.configs.schema import KEY_BLOCK, EngineConfig, ModelConfig
 from headrace.engine.packed_layout import layout_of
 from headrace.engine.request import MAX_BAD_WORD_LEN
 from headrace.engine.sampling_params import TOP_ON_DEVICE, num_top
@@ -108,10 +109,20 @@ def page_bytes(model: ModelConfig, page_size: int, kv_dtype: str) -> int:
     return heads * page_size * model.head_dim * DTYPE_BYTES[kv_dtype]
 
 
+def token_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Keys, values and scales of a token, of a config whose types are resolved."""
+    assert config.kv_dtype and config.param_dtype
+    wide = len(config.kv_dtype_skip)
+    layers = (model.num_layers - wide, config.kv_dtype), (wide, config.param_dtype)
+    return sum(
+        count * page_bytes(model, 1, dtype) // model.num_layers
+        for count, dtype in layers
+    )
+
+
 def page_bytes_of(model: ModelConfig, config: EngineConfig) -> int:
-    """The same, of a config whose storage types are resolved."""
-    assert config.kv_dtype
-    return page_bytes(model, config.page_size, config.kv_dtype)
+    """Bytes of a page of such a config."""
+    return config.page_size * token_bytes(model, config)
 
 
 def pages_per_request(config: EngineConfig) -> int:

@@ -75,7 +75,9 @@ class ModelRunner:
         self.layout = layout_of(config)
         self.ledger = Ledger()
         self.params = params
-        self._model = model or build_model(model_config, config.param_dtype)
+        self._model = model or build_model(
+            model_config, config.param_dtype, config.kv_dtype_skip
+        )
         self._store = store
         self._programs: dict[ProgramKey, Any] = {}
         self._pending: collections.deque[_Pending] = collections.deque()
@@ -83,7 +85,7 @@ class ModelRunner:
             model_config,
             num_pages=config.num_pages,
             page_size=config.page_size,
-            dtype=config.kv_dtype,
+            storage=kv.KVStorage.of(config),
         )
         rows = self.layout.num_slots
         self.logits_BQV = jnp.zeros((rows, 1, model_config.vocab_size), jnp.float32)

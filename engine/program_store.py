@@ -153,18 +153,25 @@ def program_key(
 
 def _native_kernels(model: ModelConfig, engine: EngineConfig) -> list[str]:
     """What the CPU's own kernels depend on; makes them ready for stored programs."""
-    attention = paged_attention.cpu_identity(
-        model.group_size,
-        model.head_dim,
-        engine.page_size,
-        engine.kv_dtype or "float32",
-    )
+    shapes = model.group_size, model.head_dim, engine.page_size
+    attention = [
+        paged_attention.cpu_identity(*shapes, kv_dtype)
+        for kv_dtype in sorted(_page_dtypes(engine))
+    ]
     dtype = engine.param_dtype or "float32"
     return [
-        attention,
+        *attention,
         row_matmul.cpu_identity(dtype),
         quantized_matmul.cpu_identity(),
     ]
+
+
+def _page_dtypes(engine: EngineConfig) -> set[str]:
+    """Storage types of KV pages."""
+    pages: set[str] = {engine.kv_dtype or "float32"}
+    if engine.kv_dtype_skip:
+        pages.add(engine.param_dtype or "float32")
+    return pages
 
 
 def _processor() -> str:

@@ -8,6 +8,7 @@ with the nearest thing that does (`nearest`). memory_plan.py has the sums.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from headrace.configs.kv_types import check_kv_skip
 from headrace.configs.schema import Dtype, EngineConfig, ModelConfig
 from headrace.engine import memory_plan
 from headrace.engine.memory_plan import MemoryPlan
@@ -202,11 +203,13 @@ def _settle(
         # Fast mode computes preempted requests again.
         host_bytes = spare if config.numerics == "invariant" else 0
     dtype = default_dtype(device)
+    kv_dtype = config.kv_dtype or dtype
+    check_kv_skip(config.kv_dtype_skip, kv_dtype, model.num_layers)
     config = dataclasses.replace(
         config,
         max_context_len=context,
         param_dtype=config.param_dtype or dtype,
-        kv_dtype=config.kv_dtype or dtype,
+        kv_dtype=kv_dtype,
         memory_fraction=config.memory_fraction
         or (_CPU_FRACTION if on_cpu else _GPU_FRACTION),
         host_kv_bytes=host_bytes,

@@ -57,7 +57,7 @@ def decode_forward(
         positions_BT=jnp.where(decodes_B, rows.position_B, 0)[:, None],
         query_len_B=decodes_B.astype(jnp.int32),
         context_len_B=jnp.where(decodes_B, rows.position_B + 1, 0),
-        page_tables=(rows.page_table_BM,),
+        page_tables=(rows.page_table_BM,) * len(kv_cache),
     )
     output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
     new_BV = model.apply({"params": params}, output.hidden_BTD[:, 0], method="logits")
@@ -160,7 +160,7 @@ def _fill(
         positions_BT=start_R[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :],
         query_len_B=length_R,
         context_len_B=jnp.where(length_R > 0, start_R + length_R, 0),
-        page_tables=(layout.page_table(rows),),
+        page_tables=(layout.page_table(rows),) * len(kv_cache),
     )
     output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
     return output.hidden_BTD, kv_cache

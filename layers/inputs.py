@@ -41,22 +41,26 @@ class ModelInputs:
     tree_mask_BT: Int[Array, "B T"] | None = None
 
 
-def whole_prompt(tokens_T: Int[Array, " T"], page_size: int) -> ModelInputs:
+def whole_prompt(
+    tokens_T: Int[Array, " T"], page_size: int, num_groups: int = 1
+) -> ModelInputs:
     """One row that fills pages 1 and on with a prompt, all of it at once.
 
     Args:
       tokens_T: the prompt.
       page_size: of the pool, which has a page more than the prompt needs.
+      num_groups: KV groups of the cache.
     """
     length = tokens_T.shape[0]
     last = pages_of(length, page_size)
     full_B = jnp.full(1, length, jnp.int32)
+    table_BM = jnp.arange(1, last + 1, dtype=jnp.int32)[None]
     return ModelInputs(
         tokens_BT=tokens_T[None],
         positions_BT=jnp.arange(length, dtype=jnp.int32)[None],
         query_len_B=full_B,
         context_len_B=full_B,
-        page_tables=(jnp.arange(1, last + 1, dtype=jnp.int32)[None],),
+        page_tables=(table_BM,) * num_groups,
     )
 
 

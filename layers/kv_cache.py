@@ -1,50 +1,94 @@
 """The paged KV cache as a pytree: allocation, sizes, and the write in place.
 
-A cache is a tuple over KV groups (layers with the same window, K and H), each one
+A cache is a tuple over KV groups (layers with the same K, H and storage type), each one
 pair of pools `[L_g, P_g, K, C, H]`, and pools of 8 bits have a float32 scale for each
 token and kv head, `[L_g, P_g, K, C]`. Page 0 of a pool is the dummy that padding
 writes to. Which request owns which page is the host's business, not this file's.
 """
 
+import dataclasses
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from headrace.configs.schema import KV_8BIT, ModelConfig
+from headrace.configs.kv_types import KV_8BIT
+from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.layers.inputs import KVCache, KVGroup
 from headrace.layers.quantized_rows import quantize_rows
 
 
-def layer_slots(config: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """Static map: layer -> (KV group, index within the group)."""
-    return tuple((0, layer) for layer in range(config.num_layers))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVStorage:
+    """How keys and values are stored.
+
+    Attributes:
+      dtype: of the pages.
+      skip: layers whose pages are of `skip_dtype` instead; not all of them.
+      skip_dtype: not of 8 bits.
+    """
+
+    dtype: str
+    skip: tuple[int, ...] = ()
+    skip_dtype: str = "float32"
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "KVStorage":
+        """What a resolved config asks for."""
+        assert config.kv_dtype and config.param_dtype
+        return cls(
+            dtype=config.kv_dtype,
+            skip=config.kv_dtype_skip,
+            skip_dtype=config.param_dtype,
+        )
+
+
+def layer_slots(
+    config: ModelConfig, skip: Sequence[int] = ()
+) -> tuple[tuple[int, int], ...]:
+    """Static map: layer -> (KV group, index within the group).
+
+    Args:
+      config: the model's shapes.
+      skip: the layers of group 1, see `KVStorage`; all others are of group 0.
+    """
+    counts = [0, 0]
+    slots = []
+    for layer in range(config.num_layers):
+        group = int(layer in skip)
+        slots.append((group, counts[group]))
+        counts[group] += 1
+    return tuple(slots)
 
 
 def cache_shapes(
-    config: ModelConfig, *, num_pages: int, page_size: int, dtype: str
+    config: ModelConfig, *, num_pages: int, page_size: int, storage: KVStorage
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
     """Shapes of the pools, and of the scales of quantized ones, per KV group."""
-    pool = jax.ShapeDtypeStruct(
-        (
-            config.num_layers,
-            num_pages,
-            config.num_kv_heads,
-            page_size,
-            config.head_dim,
-        ),
-        jnp.dtype(dtype),
-    )
-    if dtype not in KV_8BIT:
-        return ((pool, pool),)
-    scales = jax.ShapeDtypeStruct(pool.shape[:-1], jnp.float32)
-    return ((pool, pool, scales, scales),)
+    heads = num_pages, config.num_kv_heads, page_size, config.head_dim
+
+    def group(layers: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+        pool = jax.ShapeDtypeStruct((layers, *heads), jnp.dtype(dtype))
+        if dtype not in KV_8BIT:
+            return pool, pool
+        scales = jax.ShapeDtypeStruct(pool.shape[:-1], jnp.float32)
+        return pool, pool, scales, scales
+
+    num_skipped = len(storage.skip)
+    groups = [group(config.num_layers - num_skipped, storage.dtype)]
+    if num_skipped:
+        groups.append(group(num_skipped, storage.skip_dtype))
+    return tuple(groups)
 
 
 def allocate(
-    config: ModelConfig, *, num_pages: int, page_size: int, dtype: str
+    config: ModelConfig, *, num_pages: int, page_size: int, storage: KVStorage
 ) -> KVCache:
     """Zeroed pools and scales, donated to every step."""
-    shapes = cache_shapes(config, num_pages=num_pages, page_size=page_size, dtype=dtype)
+    shapes = cache_shapes(
+        config, num_pages=num_pages, page_size=page_size, storage=storage
+    )
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 

@@ -61,6 +61,11 @@ flags.DEFINE_enum(
     ["float32", "bfloat16", "int8", "float8_e4m3fn"],
     "Storage type of KV pages.",
 )
+flags.DEFINE_list(
+    "kv_dtype_skip",
+    None,
+    "Layers whose KV pages have the type of weights, where --kv_dtype has 8 bits.",
+)
 flags.DEFINE_enum(
     "policy",
     None,
@@ -98,9 +103,24 @@ def engine_settings() -> tuple[ModelConfig | None, EngineConfig]:
     changes = {
         name: FLAGS[name].value for name in _SETTINGS if FLAGS[name].value is not None
     }
+    changes["kv_dtype_skip"] = kv_dtype_skip(engine)
     if "num_slots" in changes:
         changes["decode_batch_sizes"] = None
     return model, dataclasses.replace(engine, **changes)
+
+
+def kv_dtype_skip(engine: EngineConfig) -> tuple[int, ...]:
+    """Layers of --kv_dtype_skip; where it is not given, the config's.
+
+    Raises:
+      ValueError: not whole numbers.
+    """
+    layers = flags.FLAGS.kv_dtype_skip
+    if layers is None:
+        return engine.kv_dtype_skip
+    if not all(layer.isdecimal() for layer in layers):
+        raise ValueError(f"kv_dtype_skip wants numbers of layers, got {layers}")
+    return tuple(int(layer) for layer in layers)
 
 
 def build_llm(change: Callable[[EngineConfig], EngineConfig] = lambda c: c) -> Any:

@@ -155,7 +155,7 @@ def described(
         params=quantized_shapes(
             param_shapes(model), config.param_dtype, Rounding.of(config)
         ),
-        kv_cache=kv.cache_shapes(model, **pool, dtype=config.kv_dtype),
+        kv_cache=kv.cache_shapes(model, **pool, storage=kv.KVStorage.of(config)),
         logits_BQV=jax.ShapeDtypeStruct((rows, 1, vocab_size), jnp.float32),
         slots=jax.eval_shape(lambda: empty_slots(layout)),
         extras=jax.eval_shape(
@@ -163,7 +163,7 @@ def described(
         ),
     )
     options = {
-        "model": build_model(model, config.param_dtype),
+        "model": build_model(model, config.param_dtype, config.kv_dtype_skip),
         "layout": layout,
         "num_top": num_top(config.max_logprobs),
     }

@@ -11,8 +11,8 @@ import re
 
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.memory_sizes import (
-    page_bytes,
     parameter_bytes,
+    token_bytes,
     weights_bytes,
 )
 from headrace.engine.sizing import DeviceFacts
@@ -86,8 +86,7 @@ class Floors:
     @property
     def token_bytes(self) -> int:
         """Keys and values of a token."""
-        assert self.config.kv_dtype
-        return page_bytes(self.model, 1, self.config.kv_dtype)
+        return token_bytes(self.model, self.config)
 
     def weight_bytes(self, tokens: int) -> int:
         """Weights that a forward of so many tokens reads, each once.

@@ -21,6 +21,7 @@ from headrace.scripts.quality_needle import Needle, found_share
 
 _KV = {"kv-int8": "int8", "kv-fp8": "float8_e4m3fn"}
 _PAGE = 64
+_PLAIN = kv.KVStorage(dtype="float32")
 
 Forward = Callable[[Any, np.ndarray], jax.Array]
 
@@ -71,20 +72,22 @@ def quantized(
     )
 
 
-def forward_of(model: ModelConfig, kv_dtype: str) -> Forward:
+def forward_of(model: ModelConfig, storage: kv.KVStorage) -> Forward:
     """forward(params, tokens [T]) -> scores [T, V]: the engine's model, one prompt.
 
     Args:
       model: its shapes.
-      kv_dtype: of the pages that keys and values go through.
+      storage: of the pages that keys and values go through.
     """
-    module = build_model(model, "float32")
+    module = build_model(model, "float32", storage.skip)
 
     @jax.jit
     def forward(params: Any, tokens_T: jax.Array) -> jax.Array:
         num_pages = pages_of(tokens_T.shape[0], _PAGE) + 1
-        cache = kv.allocate(model, num_pages=num_pages, page_size=_PAGE, dtype=kv_dtype)
-        inputs = whole_prompt(tokens_T, _PAGE)
+        cache = kv.allocate(
+            model, num_pages=num_pages, page_size=_PAGE, storage=storage
+        )
+        inputs = whole_prompt(tokens_T, _PAGE, len(cache))
         output, _ = module.apply({"params": params}, cache, inputs)
         return module.apply({"params": params}, output.hidden_BTD[0], method="logits")
 
@@ -107,21 +110,21 @@ class Judge:
         needles: Sequence[Needle] = (),
     ) -> None:
         self._base, self._texts, self._needles = base, texts, needles
-        self._forward = forward_of(base.config, "float32")
+        self._forward = forward_of(base.config, _PLAIN)
 
     def line(
-        self, name: str, other: Checkpoint, kv_dtype: str = "float32"
+        self, name: str, other: Checkpoint, storage: kv.KVStorage = _PLAIN
     ) -> dict[str, Any]:
         """A line of the report.
 
         Args:
           name: what to call it.
           other: of the base's shapes.
-          kv_dtype: of the pages.
+          storage: of the pages.
         """
         base, forward = self._base, self._forward
-        if other is not base or kv_dtype != "float32":
-            forward = forward_of(base.config, kv_dtype)
+        if other is not base or storage != _PLAIN:
+            forward = forward_of(base.config, storage)
         found = Agreement()
         for window in self._texts:
             both = (
@@ -132,7 +135,7 @@ class Judge:
                 )
             )
             found.add(*both, window[1:])
-        page = kv.allocate(base.config, num_pages=1, page_size=_PAGE, dtype=kv_dtype)
+        page = kv.allocate(base.config, num_pages=1, page_size=_PAGE, storage=storage)
         facts = {
             "scheme": name,
             **found.facts(),
@@ -141,7 +144,7 @@ class Judge:
             "kv_bytes_per_token": kv.page_bytes(page) // _PAGE,
             "layer_error": layer_errors(base.params, other.params),
         }
-        if kv_dtype != "float32" and self._needles:
+        if storage != _PLAIN and self._needles:
             facts["needles"] = found_share(forward, other.params, self._needles)
             facts["base_needles"] = found_share(
                 self._forward, base.params, self._needles

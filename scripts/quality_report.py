@@ -83,7 +83,8 @@ def run() -> int:
     lines = []
     for name, scheme in wanted.items():
         other = quantized(base, scheme, lambda: quality_texts.calibration_windows(base))
-        lines.append(judge.line(name, other, scheme.kv_dtype))
+        storage = quality_texts.kv_storage(base, scheme.kv_dtype)
+        lines.append(judge.line(name, other, storage))
     if FLAGS.checkpoint:
         path = pathlib.Path(FLAGS.checkpoint).expanduser()
         lines.append(report_on(judge, path, base))

@@ -7,7 +7,10 @@ from absl import flags
 
 from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.checkpoints.load import load_checkpoint
+from headrace.configs.kv_types import KV_8BIT, check_kv_skip
+from headrace.configs.schema import EngineConfig
 from headrace.engine.tokenizer import HFTokenizer
+from headrace.layers.kv_cache import KVStorage
 from headrace.scripts import engine_flags
 from headrace.scripts.bench_throughput import fold_ids, load_workload
 from headrace.scripts.quality_metrics import windows
@@ -72,6 +75,19 @@ def calibration_windows(base: Checkpoint) -> list[np.ndarray]:
 def calibration_name() -> str:
     """What the text of `calibration_windows` is called."""
     return FLAGS.calibration_text or "the workload offline"
+
+
+def kv_storage(base: Checkpoint, dtype: str) -> KVStorage:
+    """Of a report's scheme, with the layers that --kv_dtype_skip leaves out.
+
+    Raises:
+      ValueError: there are no such layers, or it leaves out all.
+    """
+    if dtype not in KV_8BIT:
+        return KVStorage(dtype=dtype)
+    skip = engine_flags.kv_dtype_skip(EngineConfig())
+    check_kv_skip(skip, dtype, base.config.num_layers)
+    return KVStorage(dtype=dtype, skip=skip)
 
 
 def _text(base: Checkpoint, path: str | None, workload: str) -> list[list[int]]:

@@ -5,8 +5,16 @@ from typing import Any
 from headrace.configs.schema import ModelConfig
 
 
-def build_model(config: ModelConfig, param_dtype: str) -> Any:
+def build_model(
+    config: ModelConfig, param_dtype: str, kv_skip: tuple[int, ...] = ()
+) -> Any:
     """The Linen module of the config's family.
+
+    Args:
+      config: its shapes.
+      param_dtype: of weights that are not quantized, and of what layers hand on.
+      kv_skip: layers whose KV pages are stored in another type, see
+        `kv_cache.KVStorage`.
 
     Raises:
       ValueError: no such family; the known ones are listed.
@@ -18,7 +26,7 @@ def build_model(config: ModelConfig, param_dtype: str) -> Any:
         raise ValueError(
             f"no model family {config.family!r}; known: {sorted(families)}"
         )
-    return families[config.family](config, param_dtype)
+    return families[config.family](config, param_dtype, kv_skip)
 
 
 def param_shapes(config: ModelConfig) -> dict:

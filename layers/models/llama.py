@@ -23,6 +23,7 @@ class Llama(nn.Module):
 
     config: ModelConfig
     param_dtype: str = "float32"
+    kv_skip: tuple[int, ...] = ()
 
     def setup(self) -> None:
         """Declares the embedding, the blocks, the final norm and the head."""
@@ -31,7 +32,7 @@ class Llama(nn.Module):
         dtype = jnp.dtype(self.param_dtype)
         axes = ("vocab", "model_dim")
         self.embedding = linear.declare(self, "embedding", (V, D), axes)
-        for layer, (group, index) in enumerate(kv.layer_slots(c)):
+        for layer, (group, index) in enumerate(kv.layer_slots(c, self.kv_skip)):
             block = Block(c, group, index, self.param_dtype, name=f"layer_{layer}")
             setattr(self, f"block_{layer}", block)
         ones = nn.with_logical_partitioning(nn.initializers.ones, ("model_dim",))
@@ -63,7 +64,7 @@ class Llama(nn.Module):
             for table in inputs.page_tables
         ]
         x_BTD = linear.embed(self.embedding, inputs.tokens_BT, self.param_dtype)
-        for layer, (group, _) in enumerate(kv.layer_slots(c)):
+        for layer, (group, _) in enumerate(kv.layer_slots(c, self.kv_skip)):
             x_BTD, groups[group] = getattr(self, f"block_{layer}")(
                 x_BTD, groups[group], inputs, rotary=rotary, places=places[group]
             )
@@ -89,7 +90,8 @@ def param_specs(config: ModelConfig, param_dtype: str = "float32") -> Params:
             context_len_B=row[0],
             page_tables=(row,),
         )
-        cache = kv.allocate(config, num_pages=1, page_size=16, dtype="float32")
+        storage = kv.KVStorage(dtype="float32")
+        cache = kv.allocate(config, num_pages=1, page_size=16, storage=storage)
         return model.init(rng, cache, inputs)["params"]
 
     return jax.eval_shape(init, jax.ShapeDtypeStruct((2,), jnp.uint32))

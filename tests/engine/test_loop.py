@@ -42,7 +42,9 @@ def small_llm(tiny_config, tiny_checkpoint):
     """A pool of 23 pages of 16 tokens, and host memory for 60."""
     model, config = tiny_config
     one = kv.page_bytes(
-        kv.allocate(model, num_pages=1, page_size=PAGE, dtype="float32")
+        kv.allocate(
+            model, num_pages=1, page_size=PAGE, storage=kv.KVStorage(dtype="float32")
+        )
     )
     changes = {"page_size": PAGE, "num_pages": 24, "max_context_len": 192}
     changes |= {"host_kv_bytes": 60 * one, "num_slots": 8, "decode_batch_sizes": (8,)}

@@ -48,7 +48,7 @@ def test_weights_and_pages_are_those_of_the_arrays(name):
     leaves = jax.tree.leaves(param_shapes(model), is_leaf=lambda n: type(n) is tuple)
     assert plan.weights_bytes == 2 * sum(int(np.prod(shape)) for shape in leaves)
     pool = kv.cache_shapes(
-        model, num_pages=config.num_pages, page_size=64, dtype="bfloat16"
+        model, num_pages=config.num_pages, page_size=64, storage=kv.KVStorage.of(config)
     )
     assert plan.pool_bytes == _nbytes(pool)
 

@@ -105,7 +105,9 @@ def test_pages_of_8_bits_keep_bits_free_of_company_and_near_the_others(run, kv_d
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 def test_what_a_page_of_8_bits_takes(kv_dtype, tiny_config):
     model = tiny_config[0]
-    cache = kv.allocate(model, num_pages=3, page_size=32, dtype=kv_dtype)
+    cache = kv.allocate(
+        model, num_pages=3, page_size=32, storage=kv.KVStorage(dtype=kv_dtype)
+    )
     planned = memory_sizes.page_bytes(model, 32, kv_dtype)
     assert kv.page_bytes(cache) == planned
     assert planned < memory_sizes.page_bytes(model, 32, "float32") / 3
@@ -123,3 +125,43 @@ def test_preempted_pages_of_8_bits_come_back_bit_for_bit(run, tiny_config):
 def test_short_pages_of_8_bits_are_refused():
     with pytest.raises(ValueError, match="page_size of at least 32, got 16"):
         EngineConfig(kv_dtype="int8", page_size=16)
+
+
+@pytest.mark.parametrize("skip", [(0,), (1,)])
+def test_layers_left_out_keep_wide_pages(run, skip, tiny_config):
+    paged = dict(page_size=32, num_pages=None, kv_dtype="int8")
+    together, alone, (config, _) = run(**paged, kv_dtype_skip=skip)
+    assert together[1] == alone
+    every = run(**paged)[0]
+    assert together != every and together != run(page_size=32, num_pages=None)[0]
+    model, storage = tiny_config[0], kv.KVStorage.of(config)
+    cache = kv.allocate(model, num_pages=3, page_size=32, storage=storage)
+    assert [[leaf.dtype.name for leaf in group] for group in cache] == [
+        ["int8", "int8", "float32", "float32"],
+        ["float32", "float32"],
+    ]
+    assert kv.page_bytes(cache) == memory_sizes.page_bytes_of(model, config)
+
+
+def test_preempted_pages_of_two_types_come_back_bit_for_bit(run, tiny_config):
+    paged = dict(kv_dtype="int8", page_size=32, kv_dtype_skip=(0,))
+    ample, _, (config, _) = run(**paged, num_pages=None)
+    page = memory_sizes.page_bytes_of(tiny_config[0], config)
+    tight = dict(num_pages=6, max_context_len=128, host_kv_bytes=40 * page)
+    assert run(**paged, **tight)[0] == ample
+
+
+@pytest.mark.parametrize("skip, kv_dtype, message", [
+    ((0,), None, "kv_dtype beside kv_dtype_skip"),
+    ((2,), "int8", "layers under 2"),
+    ((1, 0), "int8", "ascending"),
+    ((0, 1), "int8", "leave a layer of the 2"),
+])  # fmt: skip
+def test_what_cannot_be_left_out_is_refused(skip, kv_dtype, message, tiny_config):
+    model, config = tiny_config
+    config = dataclasses.replace(
+        config, page_size=32, kv_dtype=kv_dtype, kv_dtype_skip=skip
+    )
+    device = sizing.DeviceFacts(platform="cpu", free_bytes=2**34)
+    with pytest.raises(ValueError, match=message):
+        sizing.resolve(model, config, device)

@@ -25,6 +25,7 @@ CONFIG = ModelConfig(
     tie_embeddings=False,
 )
 C, PAGES = 16, 40
+STORAGE = kv.KVStorage(dtype="float32")
 
 
 def _params(config, seed=0):
@@ -48,7 +49,7 @@ def paged_logits(config, params, tokens, chunks):
         logits = model.apply({"params": params}, output.hidden_BTD, method="logits")
         return logits[0], cache
 
-    cache = kv.allocate(config, num_pages=PAGES, page_size=C, dtype="float32")
+    cache = kv.allocate(config, num_pages=PAGES, page_size=C, storage=STORAGE)
     table = np.random.default_rng(1).permutation(np.arange(1, 17))[None].astype("i4")
     rows, start = [], 0
     for length in chunks:
@@ -77,7 +78,7 @@ def test_forward_in_any_chunks_equals_the_dense_forward(tied, chunks, dense_logi
 
 def test_padding_writes_to_the_dummy_page_only():
     params, model = _params(CONFIG), Llama(CONFIG)
-    cache = kv.allocate(CONFIG, num_pages=PAGES, page_size=C, dtype="float32")
+    cache = kv.allocate(CONFIG, num_pages=PAGES, page_size=C, storage=STORAGE)
     inputs = ModelInputs(
         tokens_BT=jnp.ones((2, 8), jnp.int32),
         positions_BT=jnp.arange(8)[None].repeat(2, 0),
