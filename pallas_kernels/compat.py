@@ -20,7 +20,7 @@ def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
 
     The last axis must be 32, 64 or a multiple of 128 bytes.
     """
-    bits = jnp.dtype(dtype).itemsize * 8
+    bits = 4 if jnp.dtype(dtype) == jnp.int4 else jnp.dtype(dtype).itemsize * 8
     width = min(128, shape[-1] * bits // 8)  # bytes
     tiling = plgpu.TilingTransform((8, width * 8 // bits))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
