@@ -15,13 +15,14 @@ from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
-def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
+def swizzled_smem(shape: tuple[int, ...], dtype: Any, most_bytes: int = 128) -> Any:
     """Shared memory tiled and swizzled as TMA and wgmma want it.
 
-    The last axis must be 32, 64 or a multiple of 128 bytes.
+    The last axis must be 32, 64 or a multiple of 128 bytes; it can be cut between
+    tiles of that width, or of `most_bytes`, which is one of these, if that is less.
     """
     bits = 4 if jnp.dtype(dtype) == jnp.int4 else jnp.dtype(dtype).itemsize * 8
-    width = min(128, shape[-1] * bits // 8)  # bytes
+    width = min(most_bytes, shape[-1] * bits // 8)  # bytes
     tiling = plgpu.TilingTransform((8, width * 8 // bits))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
 

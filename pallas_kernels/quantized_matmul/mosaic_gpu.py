@@ -43,6 +43,8 @@ from headrace.pallas_kernels.quantized_matmul.tuning import TILE, Tuning
 
 _MATRIX = plgpu.Layout.WGMMA
 _TMA_ALIGNMENT = 128
+# Outputs that are made wide at a time; wgmma's long side.
+_BLOCK = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,11 +136,12 @@ def _scratch(sizes: _Sizes, dtype: Any) -> dict[str, Any]:
     # What TMA writes begins at multiples of 128 bytes.
     assert t.program_outputs * TILE * bits // 8 % _TMA_ALIGNMENT == 0
     assert t.rows * TILE * 2 % _TMA_ALIGNMENT == 0
-    smem = compat.swizzled_smem
+    smem, bf16 = compat.swizzled_smem, jnp.bfloat16
+    cut = min(128, sizes.width * 2)  # bytes between which products cut their inputs
     scratch = {
         "ring": smem((t.stages, t.program_outputs, TILE), dtype),
-        "x_ring": smem((t.stages, t.rows, TILE), jnp.bfloat16),
-        "wide": smem((workers, t.outputs, TILE), jnp.bfloat16),
+        "x_ring": smem((t.stages, t.rows, TILE), bf16, cut),
+        "wide": smem((workers, t.outputs, TILE), bf16, cut),
         "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
         "free": plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
     }
@@ -254,10 +257,11 @@ def _sums(sizes: _Sizes, refs: dict[str, Any], worker: _Worker) -> Array:
     """[outputs, rows]: each group's sums by themselves, then times its scale."""
     t = sizes.tuning
     shape = t.outputs, t.rows
+    assert t.outputs == _BLOCK
 
     def tile(turn: Array, acc_OR: Array) -> Array:
         slot, number = _turn(sizes, worker, turn)
-        scales = _per_group(sizes, refs["scales"], worker, number, _MATRIX)
+        scales = _per_group(sizes, refs["scales"], worker.first, number, _MATRIX)
         _widen(sizes, refs, worker, slot, number)
         for g, scale_O in enumerate(scales):
             some = pl.ds(g * sizes.width, sizes.width)
@@ -311,54 +315,53 @@ def _turn(sizes: _Sizes, worker: _Worker, turn: Array) -> tuple[Array, Array]:
     return lax.rem(i, jnp.int32(sizes.tuning.stages)), split * sizes.tiles + i
 
 
-def _per_group(
-    sizes: _Sizes, source: Any, worker: _Worker, number: Array, layout: Any
-) -> list[Array]:
-    """Numbers [outputs] of each group of a tile, from memory."""
-    first = lax.div(number * TILE, jnp.int32(sizes.group))
-    rows = pl.ds(worker.first, sizes.tuning.outputs)
-    return [
-        plgpu.load(
-            source.at[rows, first + g], layout=layout.reduce(1), optimized=False
-        )
-        for g in range(sizes.groups)
-    ]
-
-
 def _widen(
     sizes: _Sizes, refs: dict[str, Any], worker: _Worker, slot: Array, number: Array
 ) -> None:
     """A tile's weights as bfloat16 in the worker's own shared memory."""
-    t = sizes.tuning
-    rows = pl.ds(worker.part * t.outputs, t.outputs)
-    source = refs["ring"].at[slot, rows]
-    is_int4 = source.dtype == jnp.int4
+    t, source = sizes.tuning, refs["ring"].at[slot]
     # 32-bit loads: eight numbers of 4 bits, four of 8.
-    layout = plgpu.Layout.WGMMA_UPCAST_4X if is_int4 else plgpu.Layout.WGMMA_UPCAST_2X
-    zeros, scales = [], []
-    if sizes.has_zeros:
-        zeros = _per_group(sizes, refs["zeros"], worker, number, layout)
-    if not t.on_sums:
-        scales = _per_group(sizes, refs["scales"], worker, number, layout)
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+    if source.dtype == jnp.int4:
+        layout = plgpu.Layout.WGMMA_UPCAST_4X
+
+    def per_group(name: str, start: int) -> list[Array]:
+        first = worker.first + start
+        return _per_group(sizes, refs[name], first, number, layout)
+
+    starts = range(0, t.outputs, _BLOCK)
+    zeros = [per_group("zeros", start) for start in starts if sizes.has_zeros]
+    scales = [per_group("scales", start) for start in starts if not t.on_sums]
     plgpu.barrier_wait(refs["arrived"].at[slot])
-    weight_OI = plgpu.load(source, layout=layout)
-    if not jnp.issubdtype(weight_OI.dtype, jnp.integer):
-        weight_OI = weight_OI.astype(jnp.float32)  # e4m3 has no direct way
-    weight_OI = weight_OI.astype(jnp.bfloat16)
-    if zeros:
-        zeros = [zero_O.astype(jnp.bfloat16) for zero_O in zeros]
-        weight_OI = weight_OI - _along_inputs(sizes, zeros, weight_OI.shape, layout)
-    if scales:
-        scale_OI = _along_inputs(sizes, scales, weight_OI.shape, layout)
-        weight_OI = (weight_OI.astype(jnp.float32) * scale_OI).astype(jnp.bfloat16)
-    refs["wide"][worker.index] = weight_OI
+    for i, start in enumerate(starts):
+        rows = pl.ds(worker.part * t.outputs + start, _BLOCK)
+        weight_OI = plgpu.load(source.at[rows], layout=layout)
+        if not jnp.issubdtype(weight_OI.dtype, jnp.integer):
+            weight_OI = weight_OI.astype(jnp.float32)  # e4m3 has no direct way
+        weight_OI = weight_OI.astype(jnp.bfloat16)
+        if sizes.has_zeros:
+            narrow = [zero_O.astype(jnp.bfloat16) for zero_O in zeros[i]]
+            weight_OI = weight_OI - _along_inputs(sizes, narrow, layout)
+        if not t.on_sums:
+            scale_OI = _along_inputs(sizes, scales[i], layout)
+            weight_OI = (weight_OI.astype(jnp.float32) * scale_OI).astype(jnp.bfloat16)
+        refs["wide"][worker.index, pl.ds(start, _BLOCK)] = weight_OI
     plgpu.commit_smem()
 
 
-def _along_inputs(
-    sizes: _Sizes, per_group: list[Array], shape: tuple[int, ...], layout: Any
-) -> Array:
-    """Numbers of groups, repeated over the inputs of each."""
+def _per_group(
+    sizes: _Sizes, source: Any, first: Array, number: Array, layout: Any
+) -> list[Array]:
+    """Numbers [64] of outputs from `first` on, for each group of a tile."""
+    group = lax.div(number * TILE, jnp.int32(sizes.group))
+    load = functools.partial(plgpu.load, layout=layout.reduce(1), optimized=False)
+    rows = pl.ds(first, _BLOCK)
+    return [load(source.at[rows, group + g]) for g in range(sizes.groups)]
+
+
+def _along_inputs(sizes: _Sizes, per_group: list[Array], layout: Any) -> Array:
+    """Numbers [64] of groups, repeated over the inputs of each."""
+    shape = _BLOCK, TILE
     values = [lax.broadcast_in_dim(value_O, shape, [0]) for value_O in per_group]
     result = values[0]
     if len(values) > 1:
