@@ -16,6 +16,7 @@ from headrace.engine.logprobs import TokenScores, token_scores
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.slots import SlotState, apply_packed
 from headrace.layers.inputs import KVCache, ModelInputs, Params
+from headrace.layers.linear import rows_up_to
 
 # The head always sees at least this many rows: fewer would be another bit class.
 MIN_HEAD_ROWS = 8
@@ -59,8 +60,10 @@ def decode_forward(
         context_len_B=jnp.where(decodes_B, rows.position_B + 1, 0),
         page_tables=(rows.page_table_BM,) * len(kv_cache),
     )
-    output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
-    new_BV = model.apply({"params": params}, output.hidden_BTD[:, 0], method="logits")
+    with rows_up_to(layout.num_slots):
+        output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
+        hidden_BD = output.hidden_BTD[:, 0]
+        new_BV = model.apply({"params": params}, hidden_BD, method="logits")
     return kv_cache, logits_BQV.at[:bucket, 0].set(new_BV)
 
 
@@ -129,7 +132,8 @@ def score_forward(
         hidden_XD.reshape(num_blocks, SCORE_ROWS, -1),
         next_X.reshape(num_blocks, SCORE_ROWS),
     )
-    scores = jax.lax.map(score, blocks)
+    with rows_up_to(layout.max_tokens):
+        scores = jax.lax.map(score, blocks)
 
     def unblocked(leaf: Array) -> Array:
         flat = leaf.reshape(num_blocks * SCORE_ROWS, *leaf.shape[2:])
@@ -162,7 +166,8 @@ def _fill(
         context_len_B=jnp.where(length_R > 0, start_R + length_R, 0),
         page_tables=(layout.page_table(rows),) * len(kv_cache),
     )
-    output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
+    with rows_up_to(layout.max_tokens):
+        output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
     return output.hidden_BTD, kv_cache
 
 
@@ -180,7 +185,8 @@ def _write_last(
     last_R = jnp.maximum(layout.field(rows[:R], "length") - 1, 0)
     hidden_RD = hidden_RTD[jnp.arange(R), last_R]
     hidden_RD = jnp.pad(hidden_RD, ((0, max(0, MIN_HEAD_ROWS - R)), (0, 0)))
-    new_RV = model.apply({"params": params}, hidden_RD, method="logits")[:R]
+    with rows_up_to(layout.max_tokens):
+        new_RV = model.apply({"params": params}, hidden_RD, method="logits")[:R]
     # A fork takes its leader's row, a chunk its own.
     source_W, index_W = layout.field(rows, "source"), jnp.arange(rows.shape[0])
     is_mine_W = (layout.field(rows, "is_last") == 1) | (source_W > 0)

@@ -31,6 +31,25 @@ _SEEN: contextvars.ContextVar[list[Array] | None] = contextvars.ContextVar(
 )
 
 
+_MOST_ROWS: contextvars.ContextVar[int] = contextvars.ContextVar(
+    "most rows of a role's products", default=0
+)
+
+
+@contextlib.contextmanager
+def rows_up_to(most_rows: int) -> Iterator[None]:
+    """Products traced meanwhile are of a role none of whose products has more rows.
+
+    Where a kernel's way of adding up depends on how many rows there are, it follows
+    this and not its own rows, so that a row's bits do not depend on the bucket.
+    """
+    token = _MOST_ROWS.set(most_rows)
+    try:
+        yield
+    finally:
+        _MOST_ROWS.reset(token)
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[list[Array]]:
     """Notes the rows of every product meanwhile, in order, for calibration.
@@ -86,8 +105,9 @@ def _quantized(
         x_RI = x_RI[:, w.order]
     if w.scheme.activations is None:
         return quantized_matmul(
-            w.values, w.scales, w.zeros, x_RI, query_len_B, out_dtype=dtype
-        )
+            w.values, w.scales, w.zeros, x_RI, query_len_B,
+            out_dtype=dtype, most_rows=_MOST_ROWS.get(),
+        )  # fmt: skip
     values_RI, scales_R1 = quantize_rows(x_RI, w.scheme.activations, w.activation_scale)
     return quantized_rows_matmul(w.values, w.scales, values_RI, scales_R1, dtype)
 

@@ -7,28 +7,59 @@ _ROWS, _KV_HEADS, _LAYERS, _PAGES, _CONTEXT = 16, 8, 2, 512, 2048
 
 def kernel_programs() -> dict[str, Any]:
     """Shape in words -> `engine.programs.Program`."""
-    from headrace.pallas_kernels.paged_attention.api import tuned_shapes
+    from headrace.pallas_kernels.paged_attention import api as paged_attention
+    from headrace.pallas_kernels.quantized_matmul import api as quantized_matmul
 
-    return {str(shape): kernel_program(shape) for shape in tuned_shapes()}
+    attend, multiply = paged_attention.tuned_shapes(), quantized_matmul.tuned_shapes()
+    return {
+        **{str(shape): attention_program(shape) for shape in attend},
+        **{str(shape): matmul_program(shape) for shape in multiply},
+    }
 
 
-def kernel_program(shape: Any) -> Any:
-    """One call of paged attention.
-
-    Args:
-      shape: an `api.KernelShape`.
-    """
+def spec(dims: tuple[int, ...], dtype: str = "int32") -> Any:
+    """The shape of an argument."""
     import jax
     import jax.numpy as jnp
 
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+
+def matmul_program(shape: Any) -> Any:
+    """One product with a quantized weight.
+
+    Args:
+      shape: a `quantized_matmul.api.KernelShape`.
+    """
+    from headrace.engine.programs import Program
+    from headrace.pallas_kernels.quantized_matmul import api
+
+    outputs, inputs = shape.outputs, shape.inputs
+    scales = spec((outputs, inputs // shape.group), "float32")
+    zeros = spec(scales.shape, "int8") if shape.has_zeros else None
+
+    def multiply(values_OI: Any, scales_OS: Any, zeros_OS: Any, x_RI: Any) -> Any:
+        return api.quantized_matmul(
+            values_OI, scales_OS, zeros_OS, x_RI,
+            most_rows=shape.most_rows, implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    values = spec((outputs, inputs), shape.dtype)
+    x = spec((shape.rows, inputs), "bfloat16")
+    out = spec((shape.rows, outputs), "bfloat16")
+    return Program(multiply, (values, scales, zeros, x), (), out)
+
+
+def attention_program(shape: Any) -> Any:
+    """One call of paged attention.
+
+    Args:
+      shape: a `paged_attention.api.KernelShape`.
+    """
     from headrace.engine.programs import Program
     from headrace.pallas_kernels.paged_attention import api
 
     options = api.AttentionOptions(window=shape.window, soft_cap=shape.soft_cap)
-
-    def spec(dims: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
-
     B, T, K, G = _ROWS, shape.num_tokens, _KV_HEADS, shape.group
     C, H = shape.page_size, shape.head_dim
     pool = spec((_LAYERS, _PAGES, K, C, H), shape.dtype)

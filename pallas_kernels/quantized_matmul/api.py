@@ -1,21 +1,37 @@
 """Rows times a quantized weight: checks the arguments, chooses an implementation.
 
-On a CPU with a C++ compiler that is `cpu.cc`, else plain XLA. Takes arrays: what they
-mean together is layers/quantized.py's business. Nobody outside this folder calls
+On a CPU with a C++ compiler that is `cpu.cc`; on GPUs of compute capability 9.0, where
+several scales share an output, the Mosaic kernel; else plain XLA. Takes arrays: what
+they mean together is layers/quantized.py's business. Nobody outside this folder calls
 anything else in it.
 """
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from headrace.pallas_kernels.quantized_matmul import cpu
+from headrace.pallas_kernels.gpu_target import gpu_capability
+from headrace.pallas_kernels.quantized_matmul import cpu, tuning
+from headrace.pallas_kernels.quantized_matmul.tuning import KernelShape, tuned_shapes
 from headrace.pallas_kernels.quantized_matmul.xla import (
     quantized_matmul_xla,
     quantized_rows_matmul_xla,
 )
 from headrace.pallas_kernels.row_groups import valid_rows
+
+__all__ = [
+    "Implementation", "KernelShape", "cpu_identity", "quantized_matmul",
+    "quantized_rows_matmul", "tuned_shapes",
+]  # fmt: skip
+logger = logging.getLogger(__name__)
+
+Implementation = Literal["mosaic_gpu", "cpu", "xla"]
 
 
 def quantized_matmul(
@@ -25,8 +41,14 @@ def quantized_matmul(
     x_RI: Float[Array, "R I"],
     num_valid_B: Int[Array, " B"] | None = None,
     out_dtype: DTypeLike | None = None,
+    *,
+    most_rows: int | None = None,
+    implementation: Implementation | None = None,
+    interpret: Any = None,
 ) -> Float[Array, "R O"]:
     """Multiplies rows by a weight (values - zeros) * scales, stored (out, in).
+
+    On a GPU one scale per output is left to XLA, whose product reads the stored values.
 
     Args:
       values_OI: int8, int4 or float8_e4m3fn.
@@ -35,27 +57,54 @@ def quantized_matmul(
       x_RI: the rows, not quantized.
       num_valid_B: see `row_matmul`.
       out_dtype: of the result; None is x's.
+      most_rows: of any product of the same role, generating or filling. In the Mosaic
+        kernel a row's bits depend on the row, the weight and this; None is R.
+      implementation: forces one; None chooses by device, types and shapes, and says
+        once in the log where a GPU gets plain XLA in the kernel's stead, and why.
+      interpret: of `pallas_kernels.compat.interpreter`, to run "mosaic_gpu" on a CPU.
 
     Returns:
       `x @ w.T`; rows that do not count are unspecified, and finite where x and w are.
 
     Raises:
       ValueError: shapes or types that do not go together.
+      NotImplementedError: the forced implementation does not serve these arguments.
     """
     _check(values_OI, scales_OS, zeros_OS, x_RI)
     num_valid_B = valid_rows(x_RI.shape[0], num_valid_B)
     out_dtype = jnp.dtype(out_dtype or x_RI.dtype)
-
-    def plain(values: Array, scales: Array, zeros: Array | None, x: Array, _: Array):
-        return quantized_matmul_xla(values, scales, zeros, x, out_dtype)
-
+    known: dict[str, Callable[..., Array]] = {
+        "mosaic_gpu": functools.partial(
+            _mosaic_gpu,
+            out_dtype=out_dtype,
+            most_rows=max(most_rows or 0, x_RI.shape[0]),
+            interpret=interpret,
+        ),
+        "cpu": cpu.quantized_matmul_cpu,
+        "xla": functools.partial(_plain, out_dtype=out_dtype),
+    }
     args = (values_OI, scales_OS, zeros_OS, x_RI, num_valid_B)
-    is_served = cpu_identity() and cpu.serves(values_OI, scales_OS, x_RI)
-    if not is_served or out_dtype != jnp.float32:
-        return plain(*args)
-    return jax.lax.platform_dependent(
-        *args, cpu=cpu.quantized_matmul_cpu, default=plain
-    )
+    if implementation is not None:
+        if implementation not in known:
+            raise ValueError(
+                f"implementation must be one of {list(known)} or None, got "
+                f"{implementation!r}"
+            )
+        return known[implementation](*args)
+    choices = {}
+    if (capability := gpu_capability()) is not None:
+        if scales_OS.shape[1] > 1:
+            reason = tuning.refusal(values_OI, scales_OS, x_RI, capability)
+            if reason is None:
+                choices["cuda"] = known["mosaic_gpu"]
+            else:
+                _say_once(reason)
+    elif out_dtype == jnp.float32 and cpu_identity():
+        if cpu.serves(values_OI, scales_OS, x_RI):
+            choices["cpu"] = known["cpu"]
+    if not choices:
+        return known["xla"](*args)
+    return jax.lax.platform_dependent(*args, **choices, default=known["xla"])
 
 
 def quantized_rows_matmul(
@@ -87,6 +136,49 @@ def quantized_rows_matmul(
 def cpu_identity() -> str:
     """As `row_matmul.cpu_identity`: registers the kernels, names their machine code."""
     return cpu.identity() if jax.default_backend() == "cpu" else ""
+
+
+def _plain(
+    values: Array,
+    scales: Array,
+    zeros: Array | None,
+    x: Array,
+    _: Array,
+    out_dtype: jnp.dtype,
+) -> Array:
+    return quantized_matmul_xla(values, scales, zeros, x, out_dtype)
+
+
+def _mosaic_gpu(
+    values: Array,
+    scales: Array,
+    zeros: Array | None,
+    x: Array,
+    _: Array,
+    *,
+    most_rows: int,
+    **rest: Any,
+) -> Array:
+    reason = tuning.refusal(values, scales, x, tuning.CAPABILITY)
+    if reason is not None:
+        raise NotImplementedError(f"no kernel for {reason}")
+    # Loads Mosaic GPU, which a CPU has no use for.
+    from headrace.pallas_kernels.quantized_matmul.mosaic_gpu import (
+        quantized_matmul_mosaic,
+    )
+
+    sizes = tuning.tuning(
+        *values.shape,
+        rows=x.shape[0],
+        most_rows=most_rows,
+        bits=4 if values.dtype.name == "int4" else 8,
+    )
+    return quantized_matmul_mosaic(values, scales, zeros, x, tuning=sizes, **rest)
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.warning("plain XLA instead of the kernel for quantized weights: %s", reason)
 
 
 def _check(values: Array, scales: Array, zeros: Array | None, x: Array) -> None:

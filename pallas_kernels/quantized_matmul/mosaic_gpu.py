@@ -78,8 +78,8 @@ def quantized_matmul_mosaic(
     scales_OS: Float[Array, "O S"],
     zeros_OS: Int[Array, "O S"] | None,
     x_RI: BFloat16[Array, "R I"],
-    out_dtype: DTypeLike,
     *,
+    out_dtype: DTypeLike,
     tuning: Tuning,
     interpret: Any = None,
 ) -> Float[Array, "R O"]:
@@ -89,18 +89,18 @@ def quantized_matmul_mosaic(
       tuning: block sizes.
       interpret: see `compat.interpreter`.
     """
-    (O, I), R = values_OI.shape, x_RI.shape[0]
+    (outputs, inputs), rows = values_OI.shape, x_RI.shape[0]
     t = tuning
-    assert O % t.program_outputs == 0 and I % (TILE * t.splits) == 0
+    assert outputs % t.program_outputs == 0 and inputs % (TILE * t.splits) == 0
     assert t.stages % t.chains == 0 and t.rows % 8 == 0
     sizes = _Sizes(
-        group=I // scales_OS.shape[1],
-        tiles=I // TILE // t.splits,
+        group=inputs // scales_OS.shape[1],
+        tiles=inputs // TILE // t.splits,
         has_zeros=zeros_OS is not None,
         tuning=t,
     )
-    blocks = -(-R // t.rows)
-    x_RI = jnp.pad(x_RI, ((0, blocks * t.rows - R), (0, 0)))
+    blocks = -(-rows // t.rows)
+    x_RI = jnp.pad(x_RI, ((0, blocks * t.rows - rows), (0, 0)))
     operands = {"values": values_OI, "scales": scales_OS, "x": x_RI}
     if zeros_OS is not None:
         operands["zeros"] = zeros_OS
@@ -114,8 +114,8 @@ def quantized_matmul_mosaic(
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((t.splits, O, x_RI.shape[0]), part_dtype),
-        grid=(O // t.program_outputs, t.splits, blocks),
+        out_type=jax.ShapeDtypeStruct((t.splits, x_RI.shape[0], outputs), part_dtype),
+        grid=(outputs // t.program_outputs, t.splits, blocks),
         grid_names=("outputs", "split", "rows"),
         num_threads=t.consumers * t.chains + 1,
         thread_name="warpgroup",
@@ -123,10 +123,10 @@ def quantized_matmul_mosaic(
         kernel_name="quantized_matmul",
         **compat.kernel_options(interpret),
     )
-    parts_POR = kernel(*operands.values())
+    parts_PRO = kernel(*operands.values())
     # One by one: what XLA makes of a sum over an axis may depend on the others.
-    sum_OR = functools.reduce(jnp.add, [parts_POR[i] for i in range(t.splits)])
-    return sum_OR[:, :R].T.astype(out_dtype)
+    sum_RO = functools.reduce(jnp.add, [parts_PRO[i] for i in range(t.splits)])
+    return sum_RO[:rows].astype(out_dtype)
 
 
 def _scratch(sizes: _Sizes, dtype: Any) -> dict[str, Any]:
@@ -230,9 +230,11 @@ def _consume(sizes: _Sizes, refs: dict[str, Any], warpgroup: Array) -> None:
     acc_OR = (_sums if t.on_sums else _whole)(sizes, refs, worker)
 
     def write(acc_OR: Array) -> None:
-        place = split, pl.ds(first, t.outputs), pl.ds(rows * t.rows, t.rows)
-        out = refs["out"].at[place]
-        compat.store(out, acc_OR.astype(out.dtype))
+        place = split, pl.ds(rows * t.rows, t.rows), pl.ds(first, t.outputs)
+        out_RO = refs["out"].at[place]
+        acc_OR = acc_OR.astype(out_RO.dtype)
+        acc_OR = plgpu.layout_cast(acc_OR, plgpu.Layout.WGMMA_TRANSPOSED)
+        compat.store(out_RO.transpose((1, 0)), acc_OR)
 
     if t.chains == 1:
         write(acc_OR)
