@@ -20,6 +20,9 @@ GPU_OPTIONS: dict[str, bool | int | str] = {
     # XLA splits K by the number of rows: bits would follow the bucket, and partial
     # sums are 6 % of a decode step's traffic (8B, 64 rows).
     "xla_gpu_experimental_force_split_k": 1,
+    # Weights in groups with a scale each are made wide within the product that needs
+    # them, never in memory (pallas_kernels/quantized_matmul/xla.py).
+    "xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True,
     "xla_gpu_enable_command_buffer": ",".join(_COMMANDS),
 }
 
