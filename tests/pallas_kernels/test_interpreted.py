@@ -2,7 +2,7 @@
 
 A warpgroup that waits holds a thread of XLA's pool while it is interpreted. With as
 many threads as cores, two on a small machine, a kernel of three warpgroups may wait for
-ever. By hand: `NPROC=4 python -m pytest tests/pallas_kernels/interpreted_decode.py`.
+ever. By hand: `NPROC=6 python -m pytest tests/pallas_kernels/interpreted_decode.py`.
 """
 
 import os
@@ -12,10 +12,13 @@ import sys
 
 import pytest
 
-_THREADS = 4
+_THREADS = 6
 
 
-@pytest.mark.parametrize("name", ["interpreted_decode", "interpreted_prefill"])
+@pytest.mark.parametrize(
+    "name",
+    ["interpreted_decode", "interpreted_prefill", "interpreted_quantized_matmul"],
+)
 def test_kernels_pass_in_the_interpreter(name):
     path = pathlib.Path(__file__).with_name(f"{name}.py")
     threads = max(_THREADS, os.cpu_count() or 1)
