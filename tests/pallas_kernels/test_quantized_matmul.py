@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.pallas_kernels.quantized_matmul import api, reference, xla
+from headrace.pallas_kernels import gpu_target
+from headrace.pallas_kernels.quantized_matmul import api, reference, tuning, xla
 from headrace.pallas_kernels.row_matmul.api import row_matmul
 
 TYPES = {
@@ -80,6 +81,107 @@ def test_plain_xla_in_bfloat16_is_as_good_as_a_bfloat16_product(kind, groups, ro
         jnp.asarray(values), scales, None, jnp.asarray(x), jnp.bfloat16
     )
     assert out.dtype == jnp.bfloat16 and error(out, truth) < 1e-2
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("x_dtype, limit", [(np.float32, 1e-5), (jnp.bfloat16, 1e-2)])
+def test_the_form_that_xla_fuses_on_gpus_is_right(x_dtype, limit, has_zeros):
+    rng = np.random.default_rng(4)
+    weight = make_weight(rng, "int4", 96, 512, 8, has_zeros)
+    x = rng.standard_normal((9, 512)).astype(x_dtype)
+    truth = reference.quantized_matmul_reference(*weight, x.astype(np.float32))
+    out = xla.fused_matmul_xla(*map(_array, weight), jnp.asarray(x))
+    assert out.dtype == jnp.float32 and error(out, truth) < limit
+
+
+def _array(x):
+    return None if x is None else jnp.asarray(x)
+
+
+def shapes(outputs=256, inputs=512, groups=4, rows=8, kind="int4", x="bfloat16"):
+    """Arguments of the API, without zero points."""
+    spec = jax.ShapeDtypeStruct
+    return (
+        spec((outputs, inputs), kind), spec((outputs, groups), jnp.float32),
+        spec((rows, inputs), x),
+    )  # fmt: skip
+
+
+def lowered(args, capability, **options):
+    """The product as it is lowered for a GPU that is not there."""
+
+    def multiply(values, scales, x):
+        return api.quantized_matmul(values, scales, None, x, **options)
+
+    with gpu_target.compiling_for(capability):
+        traced = jax.jit(multiply).trace(*args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_grouped_weights_are_the_kernels_where_wgmma_is(caplog):
+    api._say_once.cache_clear()
+    assert "mosaic_gpu" in lowered(shapes(), (9, 0))
+    assert not caplog.messages
+    assert "mosaic_gpu" not in lowered(shapes(groups=1, kind="int8"), (9, 0))
+    assert not caplog.messages  # one scale per output is XLA's by choice
+    for _ in range(2):
+        assert "mosaic_gpu" not in lowered(shapes(), (10, 0))
+    (said,) = caplog.messages
+    assert "plain XLA" in said and "(10, 0), not (9, 0)" in said
+
+
+@pytest.mark.parametrize("change, reason", [
+    ({"x": "float32"}, "rows of float32"),
+    ({"groups": 32}, "groups of 16"),
+    ({"inputs": 576, "groups": 9}, "a weight of 256 x 576"),
+    ({"outputs": 192}, "a weight of 192 x 512"),
+])  # fmt: skip
+def test_what_the_kernel_does_not_serve_is_said_or_refused(change, reason, caplog):
+    api._say_once.cache_clear()
+    args = shapes(**change)
+    assert "mosaic_gpu" not in lowered(args, (9, 0))
+    assert reason in caplog.messages[0]
+    with pytest.raises(NotImplementedError, match=reason):
+        lowered(args, (9, 0), implementation="mosaic_gpu")
+
+
+def test_an_implementation_can_be_forced():
+    rng = np.random.default_rng(5)
+    values, scales, _ = make_weight(rng, "int4", 40, 64, 4)
+    x = rng.standard_normal((3, 64), np.float32)
+    truth = reference.quantized_matmul_reference(values, scales, None, x)
+    args = jnp.asarray(values), scales, None, x
+    forced = ["xla", *(["cpu"] if api.cpu_identity() else [])]
+    for name in forced:
+        assert error(api.quantized_matmul(*args, implementation=name), truth) < 1e-5
+    with pytest.raises(ValueError, match="implementation must be one of"):
+        api.quantized_matmul(*args, implementation="other")
+    assert "mosaic_gpu" in lowered(
+        shapes(groups=1, kind="int8"), (9, 0), implementation="mosaic_gpu"
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    outputs=st.integers(1, 250), inputs=st.integers(1, 120),
+    most=st.integers(1, 4096), data=st.data(), bits=st.sampled_from([4, 8]),
+)  # fmt: skip
+def test_what_bits_depend_on_follows_from_weight_and_role(
+    outputs, inputs, most, data, bits
+):
+    rows = data.draw(st.integers(1, most))
+    wanted, found = (
+        tuning.tuning(128 * outputs, 128 * inputs, rows=r, most_rows=most, bits=bits)
+        for r in (most, rows)
+    )
+    for name in ("on_sums", "splits", "chains"):
+        assert getattr(wanted, name) == getattr(found, name)
+    # Scales multiply sums up to 64 rows, and weights from 128 on.
+    assert wanted.on_sums == (most <= 64)
+    for sizes in (wanted, found):
+        assert sizes.stages >= 2 and sizes.stages % sizes.chains == 0
+        assert 128 * outputs % sizes.program_outputs == 0
+        assert inputs % sizes.splits == 0
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
