@@ -109,12 +109,18 @@ class Gate:
     ) -> list[Fault]:
         import jax
 
+        def num_bytes(arrays: Any) -> int:
+            return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
         sizes = self.sizes
-        weights, pools, logits = map(jax.tree.leaves, args[:3])
-        donated_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in pools + logits)
+        weights, pools = map(jax.tree.leaves, args[:2])
         numbers = {"params": len(weights), "kv_cache": len(pools)}
         return [
-            *gpu_rules.small_alias(compiled.alias_bytes, donated_bytes),
+            *gpu_rules.small_alias(compiled.alias_bytes, num_bytes(args[1:3])),
+            *gpu_rules.odd_arguments(
+                compiled.argument_bytes, num_bytes(args[1:]), sizes.weights_bytes
+            ),
+            *gpu_rules.wide_weights(module),
             *gpu_rules.lost_arguments(module, numbers),
             *gpu_rules.weight_copies(module),
             *gpu_rules.kv_copies(module, sizes.live_elements(kind)),
@@ -125,25 +131,27 @@ class Gate:
         # Plain XLA has more kernels, and a loop whose turns the program does not tell.
         if facts["moved_bytes"] is not None:
             faults += gpu_rules.many_kernels(facts["kernels_per_layer"])
+            floor_bytes = facts["floor_bytes"] + facts["kv_bytes"]
             faults += gpu_rules.heavy_traffic(
-                facts["moved_bytes"],
-                facts["floor_bytes"] + facts["kv_bytes"],
-                FLAGS.max_traffic,
+                facts["moved_bytes"], floor_bytes, FLAGS.max_traffic
             )
+            faults += gpu_rules.heavy_reads(facts["all_read_bytes"], floor_bytes)
         return faults
 
     def _facts(self, compiled: Compiled, module: Module, kind: str) -> dict[str, Any]:
         sizes, kv_bytes = self.sizes, self.sizes.kv_bytes(kind)
-        floor_bytes, moved_bytes, per_layer = sizes.floor_bytes(kind), None, None
+        floor_bytes, read, moved, per_layer = sizes.floor_bytes(kind), None, 0, None
         mosaic = gpu_rules.mosaic_kernels(module)
         if kind != "sample":
             per_layer = gpu_rules.kernels_per_layer(module, sizes.model.num_layers)
             pools = gpu_rules.program_arguments(module, "kv_cache")
-            moved_bytes = sizes.loaded_kv_bytes(kind) + hlo_traffic.moved_bytes(
+            traffic = hlo_traffic.traffic(
                 module,
                 elsewhere={pool.leaves[0] for pool in pools},
                 resident=self.target.resident,
             )
+            read = sizes.loaded_kv_bytes(kind) + traffic.read
+            moved = read + traffic.written
         has_kernels = any("paged" in name for name in mosaic)
         microseconds = 1e6 / self.target.bytes_per_s
         others = collections.Counter(
@@ -167,8 +175,9 @@ class Gate:
             ),
             "floor_bytes": floor_bytes,
             "kv_bytes": kv_bytes,
-            "moved_bytes": moved_bytes if has_kernels else None,
-            "model_us": round(moved_bytes * microseconds, 1) if has_kernels else None,
+            "all_read_bytes": read if has_kernels else None,
+            "moved_bytes": moved if has_kernels else None,
+            "model_us": round(moved * microseconds, 1) if has_kernels else None,
             "model_floor_us": round((floor_bytes + kv_bytes) * microseconds, 1),
         }
 
@@ -204,7 +213,7 @@ class Gate:
             if facts["kernels_per_layer"]:
                 lines.append(
                     f"{name}: attention by {facts['attention']}; weights pass "
-                    f"{facts['weight_passes']} times at most"
+                    f"{facts['weight_passes']} times at most{_over_floor(facts)}"
                 )
             for kernel, count in facts["mosaic"].items():
                 lines.append(f"{name}: {count} calls of {kernel}")
@@ -214,6 +223,14 @@ class Gate:
                 f"spilled, {seen.stack_bytes} of stack"
             )
         return "\n".join(lines)
+
+
+def _over_floor(facts: dict[str, Any]) -> str:
+    if facts["moved_bytes"] is None:
+        return ""
+    floor = facts["floor_bytes"] + facts["kv_bytes"]
+    read, moved = (facts[name] / floor for name in ("all_read_bytes", "moved_bytes"))
+    return f"; over the floor: read {read:.3f}, moved {moved:.3f}"
 
 
 def _mega(num_bytes: int | None) -> str:
@@ -227,8 +244,9 @@ def run() -> int:
         raise ValueError("the gate takes --config, --rows; not --model, --num_slots")
     model = dataclasses.replace(model, num_layers=FLAGS.num_layers)
     sizes = StepSizes(
-        model=model, rows=FLAGS.rows, context=FLAGS.context, chunk=FLAGS.chunk
-    )
+        model=model, rows=FLAGS.rows, context=FLAGS.context, chunk=FLAGS.chunk,
+        engine=engine,
+    )  # fmt: skip
     gpu_compile.set_environment()
     import jax
 
@@ -238,7 +256,8 @@ def run() -> int:
     gate = Gate(target, sizes)
     print(
         f"{target.name}, jax {jax.__version__}, {FLAGS.config} with {model.num_layers} "
-        f"layers, {sizes.rows} rows of {sizes.context} tokens, chunk of {sizes.chunk}\n"
+        f"layers, {engine.quantization or 'not quantized'}, {sizes.rows} rows of "
+        f"{sizes.context} tokens, chunk of {sizes.chunk}\n"
         "MB. read: of weights (sample: logits), counted in the program; KV: computed, "
         "live tokens; moved: all that kernels read and write, with the KV that they "
         f"load; us: a model, bytes over {target.bytes_per_s / 1e12:.2f} TB/s\n"
@@ -256,7 +275,8 @@ def run() -> int:
         "target": target.name,
         "jax": jax.__version__,
         "config": FLAGS.config,
-        **{k: v for k, v in dataclasses.asdict(sizes).items() if k != "model"},
+        **{name: getattr(sizes, name) for name in ("rows", "context", "chunk")},
+        "quantization": engine.quantization,
         "num_layers": model.num_layers,
         "programs": gate.programs,
         "ptxas": [dataclasses.asdict(kernel) for kernel in gate.ptxas],

@@ -20,12 +20,14 @@ class StepSizes:
       rows: of the decode batch.
       context: tokens that each of them holds; also the context of the prompt.
       chunk: prompt tokens of a prefill call.
+      engine: of which counts how its weights are quantized.
     """
 
     model: ModelConfig
     rows: int
     context: int
     chunk: int
+    engine: EngineConfig = EngineConfig()
 
     @property
     def logits_bytes(self) -> int:
@@ -35,13 +37,24 @@ class StepSizes:
     @property
     def layer_bytes(self) -> int:
         """Weights of a layer."""
-        from headrace.engine.memory_sizes import num_params
+        one, two = (
+            dataclasses.replace(
+                self, model=dataclasses.replace(self.model, num_layers=n)
+            ).weights_bytes
+            for n in (1, 2)
+        )
+        return two - one
 
-        without = dataclasses.replace(self.model, num_layers=1)
-        tables = 1 if self.model.tie_embeddings else 2
-        width = self.model.model_dim
-        rest = tables * self.model.vocab_size * width + width
-        return (num_params(without) - rest) * _DTYPE_BYTES
+    @property
+    def weights_bytes(self) -> int:
+        """Of all parameters, by what the quantization says."""
+        from headrace.engine.memory_sizes import weights_bytes
+
+        return weights_bytes(self.model, self._stored)
+
+    @property
+    def _stored(self) -> EngineConfig:
+        return dataclasses.replace(self.engine, param_dtype=_DTYPE)
 
     def live_tokens(self, kind: str) -> int:
         """Tokens whose keys and values a program reads in each layer."""
@@ -74,15 +87,18 @@ class StepSizes:
 
         Of a sample program it is the logits.
         """
-        from headrace.engine.memory_sizes import num_params
+        from headrace.engine.memory_sizes import parameter_bytes
 
         if kind == "sample":
             return self.logits_bytes
-        width, tokens = self.model.model_dim, self.chunk
-        if kind == "decode":
-            tokens = self.rows
-        unread = 0 if self.model.tie_embeddings else self.model.vocab_size * width
-        return (num_params(self.model) - unread + tokens * width) * _DTYPE_BYTES
+        tokens = self.rows if kind == "decode" else self.chunk
+        unread, taken = (
+            parameter_bytes("embedding", (rows, self.model.model_dim), self._stored)
+            for rows in (self.model.vocab_size, tokens)
+        )
+        if self.model.tie_embeddings:
+            unread = 0
+        return self.weights_bytes - unread + taken
 
     def temporary_limits(self, kind: str) -> dict[str, int]:
         """Names and sizes of what a program must not hold besides its arguments."""

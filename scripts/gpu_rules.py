@@ -16,6 +16,8 @@ from headrace.scripts.hlo_traffic import weight_passes
 
 MAX_KERNELS_PER_LAYER = 14
 MAX_TRAFFIC = 1.05
+MAX_READS = 1.1
+MAX_ARGUMENT_ERROR = 0.05
 
 # A sort as wide as this is one of the vocabulary.
 _WIDE = 1024
@@ -155,6 +157,39 @@ def weight_copies(module: Module) -> list[Fault]:
     return list(dict.fromkeys(faults))
 
 
+def wide_weights(module: Module) -> list[Fault]:
+    """No array in memory has as many numbers as a quantized weight, in more bits.
+
+    Looks at sizes alone, where `weight_copies` follows the arrays.
+    """
+    packed = {
+        weight.leaves[0].num_elements: weight.op_name
+        for weight in program_arguments(module, "params")
+        if weight.leaves[0].bits <= 8
+    }
+    return [
+        Fault(f"bytes as large as {packed[leaf.num_elements]} made wide: {kernel.name}",
+              leaf.num_bytes)
+        for kernel, _ in kernels(module)
+        for leaf in kernel.leaves
+        if leaf.bits > 8 and leaf.num_elements in packed
+    ]  # fmt: skip
+
+
+def odd_arguments(argument_bytes: int, other_bytes: int, wanted: int) -> list[Fault]:
+    """Weights take the memory that their scheme says.
+
+    Args:
+      argument_bytes: of the program.
+      other_bytes: of its arguments that are no weights.
+      wanted: of the weights.
+    """
+    found = argument_bytes - other_bytes
+    if abs(found - wanted) <= MAX_ARGUMENT_ERROR * wanted:
+        return []
+    return [Fault("bytes of weights among the arguments", found, f"near {wanted}")]
+
+
 def lost_arguments(module: Module, numbers: Mapping[str, int]) -> list[Fault]:
     """All arrays of these arguments are in the program, or nothing is known of copies.
 
@@ -242,6 +277,16 @@ def heavy_traffic(
     if ratio <= limit:
         return []
     return [Fault("bytes moved over the floor", round(ratio, 3), limit)]
+
+
+def heavy_reads(
+    read_bytes: int, floor_bytes: int, limit: float = MAX_READS
+) -> list[Fault]:
+    """Packed weights and live KV once are nearly all that a decode step reads."""
+    ratio = read_bytes / floor_bytes
+    if ratio <= limit:
+        return []
+    return [Fault("bytes read over the floor", round(ratio, 3), limit)]
 
 
 def repeated_weights(module: Module, resident: int) -> list[Fault]:

@@ -18,6 +18,12 @@ _NO_KERNEL = {
 _PARTIAL = {"gather", "slice", "dynamic-slice"}
 # They write some of their first operand, in its place.
 _IN_PLACE = {"scatter", "dynamic-update-slice"}
+# They make each element of one element of each operand.
+_ALIKE = {
+    "abs", "add", "and", "bitcast", "compare", "convert", "copy", "divide",
+    "exponential", "maximum", "minimum", "multiply", "negate", "power", "rsqrt",
+    "select", "subtract", "tanh", "transpose",
+}  # fmt: skip
 _PRODUCTS = {"dot", "convolution", "custom-call"}
 
 Path = tuple[int, ...]
@@ -218,12 +224,34 @@ def bytes_read(callee: Computation, name: str, leaf: Leaf) -> int:
         if user.opcode == "bitcast":
             total += bytes_read(callee, user.name, leaf)
         elif user.opcode in _PARTIAL and user.operands[0] == name:
-            total += user.leaves[0].num_bytes
+            part = user.leaves[0]
+            wanted = _wanted(callee)[user.name]
+            total += part.num_bytes * wanted // max(part.num_elements, 1)
         elif user.opcode not in _IN_PLACE or user.operands[0] != name:
             total = leaf.num_bytes
         if total >= leaf.num_bytes:
             return leaf.num_bytes
     return total
+
+
+def _wanted(callee: Computation) -> dict[str, int]:
+    """Elements of each value that a fusion computes: what a later slice leaves of it.
+
+    Only followed through what makes one element of one, and through slices.
+    """
+    wanted = dict.fromkeys(callee.instructions, 0)
+    wanted[callee.root] = callee.instructions[callee.root].leaves[0].num_elements
+    for instruction in reversed(callee.instructions.values()):
+        if instruction.opcode == "parameter":
+            continue
+        size = sum(leaf.num_elements for leaf in instruction.leaves)
+        for place, name in enumerate(dict.fromkeys(instruction.operands)):
+            whole = sum(x.num_elements for x in callee.instructions[name].leaves)
+            is_sliced = instruction.opcode in _PARTIAL and place == 0
+            is_alike = whole == size and instruction.opcode in _ALIKE
+            more = wanted[instruction.name] if is_sliced or is_alike else whole
+            wanted[name] = min(whole, wanted[name] + more)
+    return wanted
 
 
 def written_in_place(callee: Computation) -> dict[int, int]:

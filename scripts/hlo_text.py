@@ -29,8 +29,13 @@ class Leaf(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Size in memory; four-bit numbers take half a byte."""
-        bits = re.match(r"[a-z]+(\d+)", self.dtype)
-        return self.num_elements * (int(bits[1]) if bits else 8) // 8
+        return self.num_elements * self.bits // 8
+
+    @property
+    def bits(self) -> int:
+        """Of one element."""
+        found = re.match(r"[a-z]+(\d+)", self.dtype)
+        return int(found[1]) if found else 8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,15 +6,23 @@ next one reads counts twice, also where it fits into the L2.
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from headrace.scripts.hlo_flow import as_callee, bytes_read, kernels, written_in_place
 from headrace.scripts.hlo_text import Computation, Instruction, Leaf, Module
 
 
-def moved_bytes(
+class Traffic(NamedTuple):
+    """Bytes that kernels read from memory, and that they write."""
+
+    read: int
+    written: int
+
+
+def traffic(
     module: Module, *, elsewhere: Iterable[Leaf] = (), resident: int = 0
-) -> int:
-    """Bytes that all kernels of a run read and write.
+) -> Traffic:
+    """What all kernels of a run read and write.
 
     An operand counts once per kernel, of a gathered one what is gathered, and a weight
     once for each pass (see `weight_passes`); of an array changed in place the changes.
@@ -32,20 +40,17 @@ def moved_bytes(
         for computation in module.computations.values()
         for instruction in computation.instructions.values()
     }
-    return sum(
-        times
-        * _of_kernel(
-            as_callee(module, instruction),
-            owner[id(instruction)],
-            instruction,
-            skipped,
-            weight_passes(instruction, resident),
-        )
-        for instruction, times in kernels(module)
-    )
+    read = written = 0
+    for instruction, times in kernels(module):
+        callee = as_callee(module, instruction)
+        passes = weight_passes(instruction, resident)
+        around = owner[id(instruction)]
+        read += times * _read_bytes(callee, around, instruction, skipped, passes)
+        written += times * _written_bytes(callee, instruction)
+    return Traffic(read, written)
 
 
-def _of_kernel(
+def _read_bytes(
     callee: Computation,
     computation: Computation,
     kernel: Instruction,
@@ -63,9 +68,12 @@ def _of_kernel(
         read = max((bytes_read(callee, n, leaves[0]) for n in inner), default=0)
         # The rows of a product pass through the caches, a weight is larger than they.
         total += read * (passes if _is_weight(kernel, leaves[0]) else 1)
+    return total
+
+
+def _written_bytes(callee: Computation, kernel: Instruction) -> int:
     changed = written_in_place(callee) | {i: 0 for i, _ in kernel.aliases}
-    written = (changed.get(i, x.num_bytes) for i, x in enumerate(kernel.leaves))
-    return total + sum(written)
+    return sum(changed.get(i, x.num_bytes) for i, x in enumerate(kernel.leaves))
 
 
 def _is_weight(kernel: Instruction, leaf: Leaf) -> bool:

@@ -70,6 +70,28 @@ def test_a_weight_that_lies_in_memory_twice_is_found(line, what):
     assert whats(faults) == [f"bytes of params['layer_0']['w'] {what}"]
 
 
+def test_a_packed_weight_is_nowhere_as_large_in_more_bits():
+    packed = STEP.replace("bf16[2,16,8]", "s4[2,16,8]").replace(
+        "bf16[32,8]", "s4[32,8]"
+    )
+    line = "  %z = bf16[8,32]{1,0} add(%x, %x)"  # whatever it was made of
+    step = parse_module(packed.replace("PLANTED", line))
+    (fault,) = gpu_rules.wide_weights(step)
+    assert fault.what == "bytes as large as params['layer_0']['w'] made wide: z"
+    assert fault.value == 8 * 32 * 2
+    assert gpu_rules.wide_weights(parse_module(packed.replace("PLANTED", ""))) == []
+    assert gpu_rules.wide_weights(module(line)) == []  # no weight is packed
+
+
+def test_weights_take_the_memory_that_their_scheme_says():
+    assert gpu_rules.odd_arguments(1150, 100, wanted=1000) == []
+    for found in (1151, 1049):
+        (fault,) = gpu_rules.odd_arguments(found, 100, wanted=1000)
+        assert fault == (
+            "bytes of weights among the arguments", found - 100, "near 1000"
+        )  # fmt: skip
+
+
 def test_what_a_kernel_makes_of_a_weight_is_no_copy_however_large():
     line = '%z = bf16[64,32]{1,0} custom-call(%x, %flat), custom_call_target="gemm"'
     assert gpu_rules.weight_copies(module(line)) == []
