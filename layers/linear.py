@@ -7,7 +7,7 @@ a tuple of its parts, where these differ in scheme or in the order of their inpu
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -48,6 +48,30 @@ def rows_up_to(most_rows: int) -> Iterator[None]:
         yield
     finally:
         _MOST_ROWS.reset(token)
+
+
+# What stands in for the products of quantized rows.
+Product = Callable[[QuantizedTensor, Array], Array]
+_INSTEAD: contextvars.ContextVar[Product | None] = contextvars.ContextVar(
+    "product of quantized rows", default=None
+)
+
+
+@contextlib.contextmanager
+def replacing(product: Product) -> Iterator[None]:
+    """Products with quantized rows that are traced meanwhile are another function's.
+
+    For comparisons with schemes that no engine can run, see `quality_outliers.py`.
+
+    Args:
+      product: of a weight [O, I] and rows [R, I], its `factors` and `order` applied;
+        gives [R, O].
+    """
+    token = _INSTEAD.set(product)
+    try:
+        yield
+    finally:
+        _INSTEAD.reset(token)
 
 
 @contextlib.contextmanager
@@ -108,6 +132,8 @@ def _quantized(
             w.values, w.scales, w.zeros, x_RI, query_len_B,
             out_dtype=dtype, most_rows=_MOST_ROWS.get(),
         )  # fmt: skip
+    if (product := _INSTEAD.get()) is not None:
+        return product(w, x_RI).astype(dtype)
     values_RI, scales_R1 = quantize_rows(x_RI, w.scheme.activations, w.activation_scale)
     return quantized_rows_matmul(w.values, w.scales, values_RI, scales_R1, dtype)
 

@@ -1,5 +1,6 @@
 """A quantized model beside the one that it came of, on the same text."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,11 +14,13 @@ from headrace.checkpoints.quantize import Rounding, round_checkpoint
 from headrace.configs.quantization import parse_scheme
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.layers import kv_cache as kv
+from headrace.layers import linear
 from headrace.layers.inputs import pages_of, whole_prompt
 from headrace.layers.models import build_model
 from headrace.layers.quantized import is_quantized, tree_bytes
 from headrace.scripts.quality_metrics import Agreement, relative_error
 from headrace.scripts.quality_needle import Needle, found_share
+from headrace.scripts.quality_outliers import outlier_product
 
 _KV = {"kv-int8": "int8", "kv-fp8": "float8_e4m3fn"}
 _PAGE = 64
@@ -32,6 +35,7 @@ class Wanted(NamedTuple):
     rounding: Rounding | None
     method: Method | None = None
     kv_dtype: str = "float32"
+    splits_outliers: bool = False
 
 
 def scheme_of(name: str) -> Wanted:
@@ -42,6 +46,8 @@ def scheme_of(name: str) -> Wanted:
     """
     if name in _KV:
         return Wanted(None, kv_dtype=_KV[name])
+    if name == "llm-int8":
+        return scheme_of("w8a8")._replace(splits_outliers=True)
     prefix, _, rest = name.partition("-")
     method = {"awq": "awq", "gptq": "gptq", "w8a8": "smooth" if rest else None}
     plain = f"int4-{rest}" if prefix in ("rtn", "awq", "gptq") else name
@@ -72,12 +78,15 @@ def quantized(
     )
 
 
-def forward_of(model: ModelConfig, storage: kv.KVStorage) -> Forward:
+def forward_of(
+    model: ModelConfig, storage: kv.KVStorage, splits_outliers: bool = False
+) -> Forward:
     """forward(params, tokens [T]) -> scores [T, V]: the engine's model, one prompt.
 
     Args:
       model: its shapes.
       storage: of the pages that keys and values go through.
+      splits_outliers: of rows that are quantized, see `quality_outliers.py`.
     """
     module = build_model(model, "float32", storage.skip)
 
@@ -88,7 +97,9 @@ def forward_of(model: ModelConfig, storage: kv.KVStorage) -> Forward:
             model, num_pages=num_pages, page_size=_PAGE, storage=storage
         )
         inputs = whole_prompt(tokens_T, _PAGE, len(cache))
-        output, _ = module.apply({"params": params}, cache, inputs)
+        replaced = linear.replacing(outlier_product)
+        with replaced if splits_outliers else contextlib.nullcontext():
+            output, _ = module.apply({"params": params}, cache, inputs)
         return module.apply({"params": params}, output.hidden_BTD[0], method="logits")
 
     return forward
@@ -113,7 +124,11 @@ class Judge:
         self._forward = forward_of(base.config, _PLAIN)
 
     def line(
-        self, name: str, other: Checkpoint, storage: kv.KVStorage = _PLAIN
+        self,
+        name: str,
+        other: Checkpoint,
+        storage: kv.KVStorage = _PLAIN,
+        splits_outliers: bool = False,
     ) -> dict[str, Any]:
         """A line of the report.
 
@@ -121,10 +136,11 @@ class Judge:
           name: what to call it.
           other: of the base's shapes.
           storage: of the pages.
+          splits_outliers: see `forward_of`.
         """
         base, forward = self._base, self._forward
         if other is not base or storage != _PLAIN:
-            forward = forward_of(base.config, storage)
+            forward = forward_of(base.config, storage, splits_outliers)
         found = Agreement()
         for window in self._texts:
             both = (

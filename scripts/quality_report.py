@@ -7,8 +7,9 @@
 Both models predict every next token of the same text, in windows of --window_tokens.
 Prints a table, a line of JSON per scheme, and with --plot a picture. Schemes: names of
 configs/quantization.py, rtn-gN for int4-gN, awq-gN and gptq-gN for the same with
-calibration, w8a8-smooth, and kv-int8 and kv-fp8 for KV pages, which also search long
-contexts for a number. --checkpoint is a quantized one of the same model: its line is
+calibration, w8a8-smooth, llm-int8 (w8a8 with large inputs left in float32, which no
+engine runs), and kv-int8 and kv-fp8 for KV pages, which also search long contexts for
+a number. --checkpoint is a quantized one of the same model: its line is
 kept beside it and shown whenever it is loaded. The text is the prompts of the workload
 `long` unless --text names one; calibration is on those of `offline`.
 Exits with 1 where a scheme cannot be made.
@@ -84,7 +85,7 @@ def run() -> int:
     for name, scheme in wanted.items():
         other = quantized(base, scheme, lambda: quality_texts.calibration_windows(base))
         storage = quality_texts.kv_storage(base, scheme.kv_dtype)
-        lines.append(judge.line(name, other, storage))
+        lines.append(judge.line(name, other, storage, scheme.splits_outliers))
     if FLAGS.checkpoint:
         path = pathlib.Path(FLAGS.checkpoint).expanduser()
         lines.append(report_on(judge, path, base))

@@ -50,6 +50,8 @@ def run() -> int:
         raise ValueError(
             f"scheme {FLAGS.scheme!r} is of KV pages; it is the engine's kv_dtype"
         )
+    if wanted.splits_outliers:
+        raise ValueError(f"scheme {FLAGS.scheme!r} is for quality_report.py alone")
     if path.exists():
         raise ValueError(f"{path} exists already; choose another name or remove it")
     save_store(path, _made(wanted))

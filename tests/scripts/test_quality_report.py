@@ -9,6 +9,9 @@ from absl.testing import flagsaver
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.checkpoints.quantize import quantize_array
+from headrace.configs.quantization import parse_scheme
+from headrace.layers import linear
 from headrace.scripts import quality_report
 from headrace.scripts.quality_compare import scheme_of
 from headrace.scripts.quality_metrics import (
@@ -17,6 +20,7 @@ from headrace.scripts.quality_metrics import (
     relative_error,
     windows,
 )
+from headrace.scripts.quality_outliers import outlier_product
 
 
 @pytest.fixture(autouse=True)
@@ -89,11 +93,32 @@ def test_a_run_tells_schemes_apart(capsys, tmp_path):
     assert picture.stat().st_size > 1000
 
 
+def test_outliers_are_what_is_left_in_float():
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((24, 64)).astype(np.float32)
+    rows = rng.standard_normal((40, 64)).astype(np.float32)
+    rows[3, 5], rows[7, 20] = 200.0, -90.0
+    rounded = quantize_array(weight, parse_scheme("w8a8"))
+    stored = np.asarray(rounded.dequantized())
+
+    def off(product):
+        return np.linalg.norm(np.asarray(product) - rows @ stored.T)
+
+    split, plain = outlier_product(rounded, rows), linear.matmul(rounded, rows)
+    assert off(split) < 0.2 * off(plain)
+    with linear.replacing(outlier_product):
+        np.testing.assert_array_equal(linear.matmul(rounded, rows), split)
+    rows[:, [5, 20]] = 0
+    same = outlier_product(rounded, rows), linear.matmul(rounded, rows)
+    np.testing.assert_allclose(*same, rtol=1e-6, atol=1e-5)
+
+
 def test_names_say_method_scheme_and_pages():
     for name, scheme, method, pages in (
         ("int8", "int8", None, "float32"),
         ("w8a8", "w8a8", None, "float32"),
         ("fp8-w8a8", "fp8-w8a8", None, "float32"),
+        ("llm-int8", "w8a8", None, "float32"),
         ("w8a8-smooth", "w8a8", "smooth", "float32"),
         ("rtn-g64", "int4-g64", None, "float32"),
         ("awq-g32-z", "int4-g32-z", "awq", "float32"),
@@ -103,6 +128,7 @@ def test_names_say_method_scheme_and_pages():
         wanted = scheme_of(name)
         found = wanted.rounding and wanted.rounding.scheme.name
         assert (found, wanted.method, wanted.kv_dtype) == (scheme, method, pages)
+        assert wanted.splits_outliers == (name == "llm-int8")
     for name in ("w8a8-", "awq", "gptq-", "kv-int4", "smooth"):
         with pytest.raises(ValueError):
             scheme_of(name)
