@@ -20,6 +20,7 @@ from headrace.scripts.gpu_compile import Compiled, PtxasKernel, Target
 from headrace.scripts.gpu_kernels import kernel_programs
 from headrace.scripts.gpu_programs import StepSizes, step_programs
 from headrace.scripts.gpu_rules import Fault
+from headrace.scripts.gpu_table import table
 from headrace.scripts.hlo_flow import kernels
 from headrace.scripts.hlo_text import Instruction, Module, parse_module
 
@@ -43,6 +44,15 @@ flags.DEFINE_float(
     gpu_rules.MAX_TRAFFIC,
     "Bytes moved over the floor in decode; activations weigh more in a small model.",
     lower_bound=1.0,
+)
+flags.DEFINE_integer(
+    "max_kernels",
+    gpu_rules.MAX_KERNELS_PER_LAYER,
+    "In a layer of decode; a batch of one row has more.",
+    lower_bound=1,
+)
+flags.DEFINE_list(
+    "programs", ["decode", "prefill", "sample"], "Kinds of programs to compile."
 )
 flags.DEFINE_bool(
     "kernels", False, "Instead of steps every kernel at every tuned shape, alone."
@@ -130,7 +140,9 @@ class Gate:
         faults = gpu_rules.repeated_weights(module, self.target.resident)
         # Plain XLA has more kernels, and a loop whose turns the program does not tell.
         if facts["moved_bytes"] is not None:
-            faults += gpu_rules.many_kernels(facts["kernels_per_layer"])
+            faults += gpu_rules.many_kernels(
+                facts["kernels_per_layer"], FLAGS.max_kernels
+            )
             floor_bytes = facts["floor_bytes"] + facts["kv_bytes"]
             faults += gpu_rules.heavy_traffic(
                 facts["moved_bytes"], floor_bytes, FLAGS.max_traffic
@@ -191,51 +203,6 @@ class Gate:
         ]
         self.faults += [("all programs", fault) for fault in faults]
 
-    def table(self) -> str:
-        """Facts for people."""
-        lines = [
-            f"{'program':<20}{'s':>6}{'args':>9}{'temp':>8}{'alias':>8}{'kernels':>8}"
-            f"{'a layer':>8}{'read':>9}{'floor':>9}{'KV':>8}{'moved':>9}{'model us':>9}"
-            f"{'floor':>8}"
-        ]
-        for name, facts in self.programs.items():
-            mega = {k: v / 1e6 for k, v in facts.items() if k.endswith("_bytes") and v}
-            moved = facts["moved_bytes"]
-            lines.append(
-                f"{name:<20}{facts['seconds']:>6.1f}{mega['argument_bytes']:>9.1f}"
-                f"{mega.get('temp_bytes', 0):>8.1f}{mega.get('alias_bytes', 0):>8.1f}"
-                f"{facts['kernels']:>8}{facts['kernels_per_layer'] or '-':>8}"
-                f"{mega['read_bytes']:>9.1f}{mega['floor_bytes']:>9.1f}"
-                f"{mega.get('kv_bytes', 0):>8.1f}{_mega(moved):>9}"
-                f"{facts['model_us'] or '-':>9}{facts['model_floor_us']:>8.1f}"
-            )
-        for name, facts in self.programs.items():
-            if facts["kernels_per_layer"]:
-                lines.append(
-                    f"{name}: attention by {facts['attention']}; weights pass "
-                    f"{facts['weight_passes']} times at most{_over_floor(facts)}"
-                )
-            for kernel, count in facts["mosaic"].items():
-                lines.append(f"{name}: {count} calls of {kernel}")
-        for seen in dict.fromkeys(self.ptxas):
-            lines.append(
-                f"{seen.name}: {seen.registers} registers, {seen.spill_bytes} bytes "
-                f"spilled, {seen.stack_bytes} of stack"
-            )
-        return "\n".join(lines)
-
-
-def _over_floor(facts: dict[str, Any]) -> str:
-    if facts["moved_bytes"] is None:
-        return ""
-    floor = facts["floor_bytes"] + facts["kv_bytes"]
-    read, moved = (facts[name] / floor for name in ("all_read_bytes", "moved_bytes"))
-    return f"; over the floor: read {read:.3f}, moved {moved:.3f}"
-
-
-def _mega(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 1e6:.1f}"
-
 
 def run() -> int:
     """Returns the exit code."""
@@ -267,9 +234,10 @@ def run() -> int:
             gate.add(name, "kernel", program)
     else:
         for key, program in step_programs(sizes, engine).items():
-            gate.add(program_name(key), key[0], program)
+            if key[0] in FLAGS.programs:
+                gate.add(program_name(key), key[0], program)
     gate.finish(FLAGS.expect_kernel)
-    print(gate.table())
+    print(table(gate.programs, gate.ptxas))
     print("".join(f"{fault.line(name)}\n" for name, fault in gate.faults), end="")
     facts = {
         "target": target.name,

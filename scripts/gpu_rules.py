@@ -139,9 +139,10 @@ def bytes_read(module: Module, argument: str) -> int:
 
 def _copy_elements(array: Instruction) -> float:
     # A quarter of a weight in memory is as bad: half of a packed one, say. Scales of
-    # norms are small, and multiply something larger.
+    # norms, and of outputs, are small, and multiply something larger.
     leaf = array.leaves[0]
-    return leaf.num_elements / 4 if len(leaf.dims) > 1 else math.inf
+    is_scale = len(leaf.dims) < 2 or leaf.dims[-1] == 1
+    return math.inf if is_scale else leaf.num_elements / 4
 
 
 def weight_copies(module: Module) -> list[Fault]:
@@ -262,11 +263,11 @@ def kernels_per_layer(module: Module, num_layers: int) -> int:
     return max(of_layer[layer] for layer in layers) + num_nameless // num_layers
 
 
-def many_kernels(per_layer: int) -> list[Fault]:
+def many_kernels(per_layer: int, limit: int = MAX_KERNELS_PER_LAYER) -> list[Fault]:
     """A layer of a decode step is few kernels, since each start takes time."""
-    if per_layer <= MAX_KERNELS_PER_LAYER:
+    if per_layer <= limit:
         return []
-    return [Fault("kernels per layer", per_layer, MAX_KERNELS_PER_LAYER)]
+    return [Fault("kernels per layer", per_layer, limit)]
 
 
 def heavy_traffic(

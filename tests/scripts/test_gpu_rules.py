@@ -70,6 +70,12 @@ def test_a_weight_that_lies_in_memory_twice_is_found(line, what):
     assert whats(faults) == [f"bytes of params['layer_0']['w'] {what}"]
 
 
+def test_scales_of_outputs_multiply_sums_that_are_no_copies():
+    scales = STEP.replace("bf16[2,16,8]", "f32[4,8,1]").replace("bf16[32,8]", "f32[32]")
+    line = "  %z = bf16[4,32]{1,0} multiply(%y0, %flat)"
+    assert gpu_rules.weight_copies(parse_module(scales.replace("PLANTED", line))) == []
+
+
 def test_a_packed_weight_is_nowhere_as_large_in_more_bits():
     packed = STEP.replace("bf16[2,16,8]", "s4[2,16,8]").replace(
         "bf16[32,8]", "s4[32,8]"
