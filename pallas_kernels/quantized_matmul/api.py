@@ -32,6 +32,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Implementation = Literal["mosaic_gpu", "cpu", "xla"]
+# Source: NVIDIA, PTX ISA, mma with .e4m3: "requires sm_89 or higher".
+_FP8_SINCE = (8, 9)
 
 
 def quantized_matmul(
@@ -113,16 +115,23 @@ def quantized_rows_matmul(
     x_RI: Num[Array, "R I"],
     x_scales_R1: Float[Array, "R 1"],
     out_dtype: DTypeLike,
+    *,
+    native: bool = False,
 ) -> Float[Array, "R O"]:
     """Multiplies quantized rows by a weight quantized likewise.
+
+    GPUs multiply float8 from compute capability 8.9 on. Others, and CPUs, widen both
+    sides, which gives the same products in more time; a GPU's log says so once.
 
     Args:
       values_OI, x_RI: int8 both, or float8_e4m3fn both.
       scales_O1, x_scales_R1: of each output and each row, float32.
       out_dtype: of the result.
+      native: refuse to widen.
 
     Raises:
       ValueError: shapes or types that do not go together.
+      NotImplementedError: `native`, on a device that does not multiply these types.
     """
     _check(values_OI, scales_O1, None, x_RI)
     if x_RI.dtype != values_OI.dtype or scales_O1.shape[1] != 1:
@@ -130,6 +139,17 @@ def quantized_rows_matmul(
             f"rows of {x_RI.dtype} need a weight of that type with one scale per "
             f"output, got {values_OI.dtype} with {scales_O1.shape}"
         )
+    capability = gpu_capability()
+    if values_OI.dtype == jnp.float8_e4m3fn and (capability or (0, 0)) < _FP8_SINCE:
+        where = (
+            "a CPU"
+            if capability is None
+            else "compute capability {}.{}".format(*capability)
+        )
+        if native:
+            raise NotImplementedError(f"no float8 products on {where}: 8.9 or later")
+        if capability is not None:
+            _say_widened(where)
     return quantized_rows_matmul_xla(values_OI, scales_O1, x_RI, x_scales_R1, out_dtype)
 
 
@@ -179,6 +199,11 @@ def _mosaic_gpu(
 @functools.cache
 def _say_once(reason: str) -> None:
     logger.warning("plain XLA instead of the kernel for quantized weights: %s", reason)
+
+
+@functools.cache
+def _say_widened(where: str) -> None:
+    logger.warning("float8 rows and weights are widened: no such products on %s", where)
 
 
 def _check(values: Array, scales: Array, zeros: Array | None, x: Array) -> None:

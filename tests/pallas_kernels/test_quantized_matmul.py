@@ -197,17 +197,45 @@ def test_rows_and_weights_that_are_quantized_both(kind):
     assert error(out, truth) < 1e-6
 
 
+def fp8_products(**options):
+    """Products of fp8 rows, traced."""
+    values, rows = (jax.ShapeDtypeStruct((n, 256), jnp.float8_e4m3fn) for n in (40, 9))
+    scales, row_scales = (jax.ShapeDtypeStruct((n, 1), jnp.float32) for n in (40, 9))
+    return jax.eval_shape(
+        lambda *args: api.quantized_rows_matmul(*args, jnp.float32, **options),
+        values, scales, rows, row_scales,
+    )  # fmt: skip
+
+
+def test_fp8_rows_are_widened_with_a_line_or_refused_where_there_are_none(caplog):
+    api._say_widened.cache_clear()
+    with gpu_target.compiling_for((8, 9)):
+        fp8_products(native=True)
+    assert not caplog.messages
+    with gpu_target.compiling_for((8, 0)):
+        fp8_products()
+        fp8_products()
+        with pytest.raises(NotImplementedError, match=r"8\.0: 8\.9 or later"):
+            fp8_products(native=True)
+    (message,) = caplog.messages
+    assert "widened" in message and "8.0" in message
+    fp8_products()
+    with pytest.raises(NotImplementedError, match="on a CPU"):
+        fp8_products(native=True)
+
+
 @needs_cpp
 def test_padding_costs_nothing_and_changes_nothing():
     rng = np.random.default_rng(3)
     values, scales, _ = make_weight(rng, "int4", 50, 128, 4)
-    x = rng.standard_normal((2 * 64, 128), np.float32)
-    x[3:64] = np.nan  # of the first group three rows count
-    valid = jnp.array([3, 64], jnp.int32)
+    x = rng.standard_normal((2 * 128, 128), np.float32)
+    x[3:128] = np.nan  # of the first group three rows count
+    valid = jnp.array([3, 128], jnp.int32)
     out = api.quantized_matmul(jnp.asarray(values), scales, None, x, valid)
     alone = api.quantized_matmul(jnp.asarray(values), scales, None, x[:3])
     np.testing.assert_array_equal(out[:3], alone)
-    assert np.isfinite(out[64:]).all() and np.isfinite(out[32:64]).all()
+    # Rows are taken by 64 at most.
+    assert np.isfinite(out[128:]).all() and np.isfinite(out[64:128]).all()
 
 
 def test_int4_takes_half_a_byte():
