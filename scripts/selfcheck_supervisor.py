@@ -23,6 +23,7 @@ PARTS = {
     "prefill": 120,
     "bits": 120,
     "bandwidth": 120,
+    "quantized": 120,
     "engine": 150,
     "step": 330,
 }

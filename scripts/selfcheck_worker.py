@@ -69,6 +69,7 @@ def functions() -> dict[str, Callable[[Part, Any], Any]]:
         selfcheck_device,
         selfcheck_engine,
         selfcheck_kernels,
+        selfcheck_quantized,
         selfcheck_step,
     )
 
@@ -79,6 +80,7 @@ def functions() -> dict[str, Callable[[Part, Any], Any]]:
         "prefill": selfcheck_kernels.prefill,
         "bits": selfcheck_bits.bits,
         "bandwidth": selfcheck_bandwidth.bandwidth,
+        "quantized": selfcheck_quantized.quantized,
         "engine": selfcheck_engine.engine,
         "step": selfcheck_step.step,
     }

@@ -7,7 +7,12 @@ import sys
 
 import pytest
 
-from headrace.scripts import gpu_selfcheck, selfcheck_kernels, selfcheck_report
+from headrace.scripts import (
+    gpu_selfcheck,
+    selfcheck_kernels,
+    selfcheck_quantized,
+    selfcheck_report,
+)
 from headrace.scripts.selfcheck_device import Setup
 from headrace.scripts.selfcheck_report import Part, Timing
 from headrace.scripts.selfcheck_supervisor import PARTS, Supervisor
@@ -74,6 +79,46 @@ def test_kernels_are_held_against_the_truth_and_plain_xla(smoke):
         checks = facts["parts"][name]["checks"]
         assert checks and all(0 < check["error"] < 1e-2 for check in checks)
         assert all(check["error"] < 2 * check["plain_xla"] for check in checks)
+
+
+def test_quantized_products_are_held_against_the_truth_and_by_their_bits(smoke):
+    facts = json.loads(smoke[0].stdout.splitlines()[-1])
+    part = facts["parts"]["quantized"]
+    errors = [check["error"] for check in part["checks"] if "error" in check]
+    assert len(errors) == 10 and all(0 < error < 1e-2 for error in errors)
+    bits = [check["name"] for check in part["checks"] if "error" not in check]
+    assert len(bits) == 3 and all("bits of a row" in name for name in bits)
+    assert {row["name"].split(" by ")[0] for row in part["measures"]} == {
+        "int4-g128", "int8", "fp8"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("times", "num_failed"), [(1.0, 0), (1.05, 4)])
+def test_a_quantized_product_that_is_wrong_by_5_percent_fails(
+    times, num_failed, monkeypatch
+):
+    real = selfcheck_quantized.product
+
+    def planted(implementation, most_rows, is_smoke):
+        multiply = real("xla", most_rows, is_smoke)
+        factor = times if implementation == "mosaic_gpu" else 1.0
+        return lambda *args: (multiply(*args) * factor).astype(args[2].dtype)
+
+    monkeypatch.setattr(selfcheck_quantized, "product", planted)
+    monkeypatch.delitem(selfcheck_quantized.SCHEMES, "fp8")
+    part = Part("quantized", lambda record: None)
+    selfcheck_quantized.quantized(part, Setup(is_smoke=True, seed=3))
+    assert part.num_failed == num_failed
+
+
+def test_goals_of_quantized_products_fall_with_the_rows():
+    rows = (1, 8, 16, 64, 128, 256)
+    goals = [selfcheck_quantized.goal("int4-g128", n) for n in rows]
+    assert goals == [2.5, 2.5, 2.5, 2.0, None, 1.0]
+    goals = [selfcheck_quantized.goal("fp8", n) for n in rows]
+    assert goals == [1.8, 1.8, 1.8, 1.8, None, None]
+    tried = [n for role in selfcheck_quantized.roles(False).values() for n in role]
+    assert tuple(tried) == rows
 
 
 def test_unknown_parts_are_refused():
