@@ -233,7 +233,7 @@ def test_tuned_shapes_are_served_and_have_every_width_page_size_and_type():
     chunks = [s for s in shapes if s.num_tokens == 512]
     assert len(chunks) == 3 * 3 * 2
     for shape in shapes[::20]:
-        program = gpu_kernels.kernel_program(shape)
+        program = gpu_kernels.attention_program(shape)
         with gpu_target.compiling_for((9, 0)):
             traced = jax.jit(program.function).trace(*program.args)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
