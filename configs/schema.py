@@ -16,6 +16,8 @@ from headrace.configs.mapping import FromMapping
 from headrace.configs.quantization import parse_scheme
 
 Numerics = Literal["invariant", "fast"]
+Proposer = Literal["prompt-lookup"]
+MAX_DRAFTS = 7  # a decode kernel takes 8 query tokens a row
 Policy = Literal["fcfs", "priority", "fair", "static"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -140,6 +142,9 @@ class EngineConfig(FromMapping):
         "int8" (configs/quantization.py); None leaves them as they come.
       quantization_skip: parameters that are not, as patterns such as "layer_0/*".
       keep_packed: keep a GGUF file's tensors in as many bits, where that is exact.
+      speculation: who drafts tokens that one pass then verifies: "prompt-lookup" (what
+        followed the last words before); None decodes token by token.
+      num_drafts: most drafts per request and pass.
       prefill_calls_per_decode: prefill calls that may run in a row while decode
         waits; 1 lets decode run in every step.
       policy: who gets a slot next: "fcfs", "priority" (lower first), "fair" (the
@@ -179,6 +184,8 @@ class EngineConfig(FromMapping):
     quantization: str | None = None
     quantization_skip: tuple[str, ...] = ("embedding", "head")
     keep_packed: bool = False
+    speculation: Proposer | None = None
+    num_drafts: int = 3
     prefill_calls_per_decode: int = 8
     policy: Policy = "fcfs"
     ageing_s: float = 10.0
@@ -212,6 +219,9 @@ class EngineConfig(FromMapping):
         check_int("max_bad_words", self.max_bad_words, 1, 256)
         check_int("max_grammar_len", self.max_grammar_len, 1, 2**31 - 1)
         check_int("max_stop_ids", self.max_stop_ids, 1, 64)
+        if self.speculation is not None:
+            check_choice("speculation", self.speculation, typing.get_args(Proposer))
+        check_int("num_drafts", self.num_drafts, 1, MAX_DRAFTS)
         check_int("compile_threads", self.compile_threads, 1)
         check_int("prefill_calls_per_decode", self.prefill_calls_per_decode, 1)
         for name, kinds in (("param_dtype", Dtype), ("kv_dtype", KVDtype)):
@@ -235,6 +245,11 @@ class EngineConfig(FromMapping):
         if self.num_slots is not None:
             check_int("num_slots", self.num_slots, 1, 4096)
         self._check_buckets()
+
+    @property
+    def drafts_per_pass(self) -> int:
+        """Drafts that a decode step can verify per row; 0 without speculation."""
+        return self.num_drafts if self.speculation is not None else 0
 
     def _check_buckets(self) -> None:
         sizes = self.decode_batch_sizes

@@ -130,8 +130,9 @@ class Admission:
         if is_new and self._keeps_pages and self._promised + promise > self._room:
             return False
         if request.host_pages:
-            # Its next token must fit as well: the row decodes in the same step.
-            wanted = self._manager.pages_for(request.num_computed + 1)
+            # Its next tokens must fit as well: the row decodes in the same step.
+            end = request.num_computed + 1 + self._config.drafts_per_pass
+            wanted = self._manager.pages_for(min(end, limit))
             pages = self._manager.allocate(max(wanted, len(request.host_pages)))
             request.pages = pages or []
             return pages is not None

@@ -30,6 +30,7 @@ class StepPlan:
     Attributes:
       copies, saves, loads: page moves that go before the programs, in this order.
       packed: [W] int32, see PackedLayout.
+      histories: requests whose tokens so far go to the device, and to which row.
       extras: requests whose row of counts and biases is written before the sample
         call, and which row.
       decode_bucket: rows of the decode call, None where nothing decodes.
@@ -45,6 +46,7 @@ class StepPlan:
     saves: tuple[PageMove, ...] = ()
     loads: tuple[PageMove, ...] = ()
     packed: np.ndarray
+    histories: tuple[tuple[Request, int], ...] = ()
     extras: tuple[tuple[Request, int], ...] = ()
     decode_bucket: int | None
     prefill_shape: tuple[int, int] | None
@@ -96,6 +98,7 @@ def plan_step(
         saves=schedule.saves,
         loads=schedule.loads,
         packed=packed,
+        histories=schedule.histories if layout.num_drafts else (),
         extras=schedule.extras,
         decode_bucket=(
             pick_decode_bucket(sizes, schedule.num_rows) if schedule.decode else None
@@ -182,11 +185,19 @@ def _pack_row(
 ) -> None:
     """Writes a row: its own values, then what follows from the request alone."""
     values = values | _request_values(request)
+    values["max_drafts"] = _max_drafts(request, layout)
     rows[row, : len(ROW_FIELDS)] = [values.get(name, 0) for name in ROW_FIELDS]
     stop_ids = layout.stop_ids(rows)[row]
     stop_ids[:] = -1
     stop_ids[: len(request.stop_ids)] = request.stop_ids
     layout.page_table(rows)[row, : len(request.pages)] = request.pages
+
+
+def _max_drafts(request: Request, layout: PackedLayout) -> int:
+    """None where the host has to see each token before the next."""
+    params = request.params
+    waits = params.structured_outputs is not None or params.wants_logits
+    return 0 if waits else layout.num_drafts
 
 
 def _request_values(request: Request) -> dict[str, int]:

@@ -5,18 +5,18 @@ told (releases, page moves, new pages) stay in step with where a request is. No 
 """
 
 import collections
-import dataclasses
 import itertools
 from collections.abc import Callable
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine.admission import Admission
+from headrace.engine.device_changes import DeviceChanges
 from headrace.engine.kv_cache_manager import KVCacheManager
 from headrace.engine.outputs import NOTHING_ALLOWED, FinishReason
 from headrace.engine.preemption import HostPool, pick_victim
 from headrace.engine.prefill_line import PrefillLine
 from headrace.engine.request import Request, RequestStatus
-from headrace.engine.running import RunningSet
+from headrace.engine.running import NO_BOUND, RunningSet
 from headrace.engine.schedule import (
     FINISH_RUNNING,
     FINISH_STOP,
@@ -27,25 +27,6 @@ from headrace.engine.schedule import (
 )
 
 _RUNNING = (RequestStatus.PREFILLING, RequestStatus.DECODING)
-
-
-@dataclasses.dataclass
-class DeviceChanges:
-    """What the next step has to tell the device besides its rows.
-
-    Attributes:
-      released: slots to be ended, as numbered before this step's moves.
-      copies, saves, loads: within the pool, to and from the host pool, in this order.
-      resumed: requests whose row comes back with its pages.
-      grown: requests that decode, with a page each has got.
-    """
-
-    released: list[int] = dataclasses.field(default_factory=list)
-    copies: list[PageCopy] = dataclasses.field(default_factory=list)
-    saves: list[PageMove] = dataclasses.field(default_factory=list)
-    loads: list[PageMove] = dataclasses.field(default_factory=list)
-    resumed: list[Request] = dataclasses.field(default_factory=list)
-    grown: list[tuple[Request, int]] = dataclasses.field(default_factory=list)
 
 
 class Lifecycle:
@@ -72,7 +53,9 @@ class Lifecycle:
         self.prefilling = PrefillLine(config)
         self.num_decoding = 0
         self.num_preemptions = 0
-        self.running = RunningSet(config.num_slots, config.decode_batch_sizes)
+        self.running = RunningSet(
+            config.num_slots, config.decode_batch_sizes, 1 + config.drafts_per_pass
+        )
         self.admission = Admission(config, manager, num_host_pages)
         self.changes = DeviceChanges()
         self.ended: list[Request] = []
@@ -122,7 +105,7 @@ class Lifecycle:
         self.running.start_decode(
             request.slot,
             left=request.max_tokens - request.num_dispatched,
-            room=len(request.pages) * self._manager.page_size - request.num_computed,
+            room=self._room(request),
         )
 
     def fork(self, leader: Request, follower: Request) -> None:
@@ -157,7 +140,18 @@ class Lifecycle:
             else:
                 request.pages += pages
                 self.running.room[slot] += self._manager.page_size
+                if self._has_all_pages(request):
+                    self.running.room[slot] = NO_BOUND
                 self.changes.grown.append((request, pages[0]))
+
+    def _has_all_pages(self, request: Request) -> bool:
+        return len(request.pages) >= self._manager.pages_for(request.max_len)
+
+    def _room(self, request: Request) -> int:
+        """Tokens that fit into the request's pages beside those computed."""
+        if self._has_all_pages(request):
+            return NO_BOUND
+        return len(request.pages) * self._manager.page_size - request.num_computed
 
     def make_way(self) -> None:
         """Where no slot is free, tenants that wait take some from those best served.
@@ -225,6 +219,8 @@ class Lifecycle:
         for request, slot, token_id, code in zip(
             requests, slots, token_ids, codes, strict=True
         ):
+            if not (result.live is None or result.live[slot]):
+                continue
             if request.finish_reason is not None:
                 continue  # aborted, or ended by a step read after this was scheduled
             if code == FINISH_STUCK:

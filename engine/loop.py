@@ -23,13 +23,13 @@ from headrace.engine.interrupts import interrupts_wait
 from headrace.engine.kv_cache_manager import KVCacheManager
 from headrace.engine.meter import Meter
 from headrace.engine.model_runner import ModelRunner
-from headrace.engine.new_request import make_request, make_siblings
+from headrace.engine.new_request import make_request, make_siblings, set_deadlines
 from headrace.engine.outputs import FinishReason
 from headrace.engine.prefix_hash import chain_seed, name_pages
 from headrace.engine.request import Request, RequestStatus
 from headrace.engine.request_state import CompletionState, RequestState
 from headrace.engine.sampling_params import SamplingParams
-from headrace.engine.schedule import Schedule
+from headrace.engine.schedule import Schedule, StepResult
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.text_rules import TextRules, TokenRules
 from headrace.engine.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ class EngineLoop:
         self._ids = itertools.count()
         self._in_flight: tuple[Schedule, StepPlan, float] | None = None
         self._failure: str | None = None
-        self.meter = Meter(config.max_context_len)
+        self.meter = Meter(config.max_context_len, config.drafts_per_pass)
         self.lock = threading.RLock()
 
     @property
@@ -131,16 +131,7 @@ class EngineLoop:
             if self._config.multi_tenant and not tenant:
                 raise ValueError("multi_tenant is on: a request must name its tenant")
             request.priority, request.tenant = priority, tenant
-            for name, seconds in (
-                ("deadline_s", deadline_s),
-                ("queue_timeout_s", queue_timeout_s),
-            ):
-                if seconds is not None and not seconds > 0:
-                    raise ValueError(f"{name} must be above 0, got {seconds}")
-            if deadline_s is not None:
-                request.deadline_s = request.arrival_s + deadline_s
-            if queue_timeout_s is not None:
-                request.queue_deadline_s = request.arrival_s + queue_timeout_s
+            set_deadlines(request, deadline_s, queue_timeout_s)
             request.uses_cache = uses_cache and self._config.prefix_cache
             if request.uses_cache:
                 self._name_pages(request)
@@ -235,15 +226,24 @@ class EngineLoop:
         for request in (overdue := self._scheduler.take_ended()):
             self.meter.count_end(request)
             self._states[request.request_id][1].end()
-        return [self._states[r.request_id][0] for r in (*updated, *overdue)]
+        told = dict.fromkeys((*updated, *overdue))
+        return [self._states[request.request_id][0] for request in told]
 
     def _take_in(
         self, schedule: Schedule, plan: StepPlan, begun_s: float
     ) -> list[Request]:
         """Reads a step and books its tokens."""
         result = self._runner.read_step()
-        updated = self._scheduler.update(schedule, result)
+        self.meter.count_begun(schedule, result)
+        updated: list[Request] = []
+        for part in (result, *result.later):
+            updated += self._take_in_place(schedule, part)
         self.meter.count_step(schedule, plan, len(updated), begun_s)
+        return updated
+
+    def _take_in_place(self, schedule: Schedule, result: StepResult) -> list[Request]:
+        """At most one token of each request."""
+        updated = self._scheduler.update(schedule, result)
         for request in updated:
             completion = self._states[request.request_id][1]
             is_over = advance_grammar(request)

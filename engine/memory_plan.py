@@ -14,6 +14,9 @@ from headrace.engine import memory_sizes as sizes
 
 logger = logging.getLogger(__name__)
 
+# Programs that write pages, as their names begin.
+_WRITERS = ("decode", "verify", "prefill", "score", "copy", "load")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -134,7 +137,7 @@ def with_compiled(plan: MemoryPlan, memory: Mapping[str, Sequence[int]]) -> Memo
     def needed(name: str) -> int:
         temp_bytes, alias_bytes = memory[name]
         # A step that would not write in place would make a second pool.
-        writes_pages = name.startswith(("decode", "prefill", "score", "copy", "load"))
+        writes_pages = name.startswith(_WRITERS)
         return temp_bytes + max(0, plan.pool_bytes - alias_bytes) * writes_pages
 
     largest = max(needed(name) for name in memory)

@@ -23,7 +23,7 @@ Attention = Literal["cpu", "xla", "kernels"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 # Of slots.SlotState: words and flags of a row beside its stop ids and page table.
-_SLOT_WORDS, _SLOT_FLAGS = 14, 2
+_SLOT_WORDS, _SLOT_FLAGS = 15, 2
 # A step is dispatched while the one before runs.
 _STEPS_IN_FLIGHT = 2
 # Of the estimate. The decode kernel keeps partial results of each split of so many
@@ -137,7 +137,7 @@ def num_host_pages(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def state_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Logits, slots, counts and biases, and the mask that allows all.
+    """Logits, slots, counts and biases, histories, and the mask that allows all.
 
     Args:
       model: its shapes.
@@ -146,9 +146,9 @@ def state_bytes(model: ModelConfig, config: EngineConfig) -> int:
     assert config.num_slots
     slots = config.num_slots * _slot_bytes(config)
     extras = config.num_slots * _extras_bytes(model, config)
-    return config.num_slots * (_logits_bytes(model) + _mask_bytes(model)) + (
-        slots + extras
-    )
+    logits = config.num_slots * (1 + config.drafts_per_pass) * _logits_bytes(model)
+    drafting = config.num_slots * _drafting_bytes(config)
+    return logits + config.num_slots * _mask_bytes(model) + slots + extras + drafting
 
 
 def step_bytes(model: ModelConfig, config: EngineConfig) -> int:
@@ -164,11 +164,13 @@ def step_bytes(model: ModelConfig, config: EngineConfig) -> int:
     assert config.num_slots
     layout, top = layout_of(config), num_top(config.max_logprobs)
     scores = 3 * 4 + top * (4 + 4)
-    row = _mask_bytes(model) + 2 * 4 + scores
+    # A token, how it ended, and with drafts two flags, at each place.
+    place = 2 * 4 + scores + 2 * (config.drafts_per_pass > 0)
+    row = _mask_bytes(model) + (1 + config.drafts_per_pass) * place
     if not 0 <= config.max_logprobs <= TOP_ON_DEVICE:
         row += _logits_bytes(model)
     step = 4 * layout.size + config.num_slots * row
-    step += layout.max_rows * _extras_bytes(model, config)
+    step += layout.max_rows * (_extras_bytes(model, config) + _drafting_bytes(config))
     if config.scoring:
         step += layout.max_tokens * scores
     if num_host_pages(model, config):
@@ -188,7 +190,7 @@ def temp_bytes_bound(
     """
     assert config.num_slots and config.prefill_shapes
     keys: list[tuple] = [
-        ("decode", config.num_slots),
+        ("verify" if config.drafts_per_pass else "decode", config.num_slots),
         *(("prefill", shape) for shape in config.prefill_shapes),
         *(("score", shape) for shape in config.prefill_shapes if config.scoring),
         ("sample", "full", config.num_slots),
@@ -212,18 +214,23 @@ def program_temp_bytes(
     kind, slots = key[0], 2 * config.num_slots * _slot_bytes(config) + _SLACK_BYTES
     if kind in ("copy", "save", "load"):
         return _PAGES_PER_MOVE * page_bytes_of(model, config) + _SLACK_BYTES
-    if kind in ("extras", "logits"):
+    if kind in ("extras", "logits", "history"):
         return _SLACK_BYTES
+    if kind == "propose":  # arrays like the histories
+        return 6 * key[1] * _drafting_bytes(config) + slots
     logits = _logits_bytes(model)
     if kind == "sample":
         # The bucket's own rows are a slice of the logits.
         arrays = 1 if key[1] == "greedy" else _SAMPLE_ARRAYS
+        if config.drafts_per_pass:  # counts and biases go through a branch
+            arrays += 3
         return arrays * key[2] * logits + slots
-    rows, tokens = (key[1], 1) if kind == "decode" else key[1]
+    generates = kind in ("decode", "verify")
+    rows, tokens = (key[1], 1 + config.drafts_per_pass) if generates else key[1]
     moving = rows * tokens * _token_bytes(model, config)
     moving += _attention_bytes(model, config, attention, (rows, tokens))
-    if kind == "decode":
-        return moving + rows * logits + slots
+    if generates:
+        return moving + rows * tokens * logits + slots
     head = _HEAD_ARRAYS * max(rows, _HEAD_ROWS) * logits
     if kind == "score":
         head += _SCORE_ARRAYS * _SCORE_ROWS * logits
@@ -276,6 +283,13 @@ def _mask_bytes(model: ModelConfig) -> int:
 def _slot_bytes(config: EngineConfig) -> int:
     words = _SLOT_WORDS + config.max_stop_ids + pages_per_request(config)
     return 4 * words + _SLOT_FLAGS
+
+
+def _drafting_bytes(config: EngineConfig) -> int:
+    """A row's history and drafts."""
+    assert config.max_context_len
+    drafts = config.drafts_per_pass
+    return 4 * (config.max_context_len + drafts) if drafts else 0
 
 
 def _extras_bytes(model: ModelConfig, config: EngineConfig) -> int:

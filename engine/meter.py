@@ -4,9 +4,10 @@ import time
 from typing import Any
 
 from headrace.engine.batch import StepPlan
+from headrace.engine.draft_stats import DraftStats
 from headrace.engine.metrics import Metrics, RequestTimes, StepFacts
 from headrace.engine.request import Request
-from headrace.engine.schedule import Fork, PrefillChunk, Schedule
+from headrace.engine.schedule import Fork, PrefillChunk, Schedule, StepResult
 from headrace.engine.usage import UsageLedger
 
 
@@ -15,13 +16,15 @@ class Meter:
 
     Args:
       max_context_len: where the length histograms end.
+      num_drafts: most drafts per row and pass.
     """
 
-    def __init__(self, max_context_len: int) -> None:
+    def __init__(self, max_context_len: int, num_drafts: int = 0) -> None:
         self.metrics = Metrics(max_context_len=max_context_len)
         self._last_read_s: float | None = None
         self._num_preemptions = 0
         self.usage = UsageLedger()
+        self.drafts = DraftStats(num_drafts)
         # Requests that have begun and not ended, by number.
         self._live: dict[int, Request] = {}
 
@@ -40,7 +43,6 @@ class Meter:
           begun_s: when it was dispatched, seconds of the engine's clock.
         """
         now_s = time.perf_counter()
-        self._count_begun(schedule)
         # Steps run one after the other: it began when the one before ended, at which
         # the host read it, unless the device was idle by then.
         self.usage.on_step(now_s - max(begun_s, self._last_read_s or 0.0), schedule)
@@ -85,11 +87,13 @@ class Meter:
     def snapshot(self, running: int, waiting: int, kv_usage: float) -> dict[str, Any]:
         """`Metrics.snapshot`, and "tenants" of `UsageLedger.snapshot`."""
         return self.metrics.snapshot(running, waiting, kv_usage) | {
-            "tenants": self.usage.snapshot(self._live.values())
+            "tenants": self.usage.snapshot(self._live.values()),
+            "speculation": self.drafts.snapshot(),
         }
 
-    def _count_begun(self, schedule: Schedule) -> None:
-        """Books the requests whose first step this is."""
+    def count_begun(self, schedule: Schedule, result: StepResult) -> None:
+        """A step was read: books its drafts, and requests whose first step it is."""
+        self.drafts.on_step(schedule, result)
         begun: list[PrefillChunk | Fork] = [*schedule.prefill, *schedule.forks]
         for row in begun:
             request = row.request

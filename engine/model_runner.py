@@ -8,7 +8,7 @@ import collections
 import concurrent.futures
 import logging
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.batch import StepPlan
+from headrace.engine.drafting import empty_drafting, history_of
 from headrace.engine.ledger import Ledger, LedgerEntry
 from headrace.engine.logprobs import TokenScores
 from headrace.engine.packed_layout import layout_of
@@ -26,6 +27,7 @@ from headrace.engine.page_moves import (
     padded_ids,
     pieces,
 )
+from headrace.engine.pending import Pending
 from headrace.engine.processors import empty_extras, extras_of
 from headrace.engine.program_store import ProgramStore, compile_fresh
 from headrace.engine.programs import (
@@ -34,6 +36,7 @@ from headrace.engine.programs import (
     Program,
     ProgramKey,
     describe,
+    generating_key,
     num_mask_words,
     program_keys,
     program_name,
@@ -41,7 +44,7 @@ from headrace.engine.programs import (
 from headrace.engine.request import Request
 from headrace.engine.sample_step import StepOutput
 from headrace.engine.sampling_params import num_top
-from headrace.engine.schedule import PageCopy, PageMove, Scores, StepResult
+from headrace.engine.schedule import PageCopy, PageMove, StepResult
 from headrace.engine.slots import empty_slots
 from headrace.layers import kv_cache as kv
 from headrace.layers.inputs import Params
@@ -80,7 +83,7 @@ class ModelRunner:
         )
         self._store = store
         self._programs: dict[ProgramKey, Any] = {}
-        self._pending: collections.deque[_Pending] = collections.deque()
+        self._pending: collections.deque[Pending] = collections.deque()
         self.kv_cache = kv.allocate(
             model_config,
             num_pages=config.num_pages,
@@ -88,10 +91,13 @@ class ModelRunner:
             storage=kv.KVStorage.of(config),
         )
         rows = self.layout.num_slots
-        self.logits_BQV = jnp.zeros((rows, 1, model_config.vocab_size), jnp.float32)
+        places = 1 + self.layout.num_drafts
+        V = model_config.vocab_size
+        self.logits_BQV = jnp.zeros((rows, places, V), jnp.float32)
+        self.drafting = empty_drafting(self.layout) if places > 1 else None
         self.slots = empty_slots(self.layout)
-        self.extras = empty_extras(rows, model_config.vocab_size, config.max_bad_words)
-        self.num_mask_words = num_mask_words(model_config.vocab_size)
+        self.extras = empty_extras(rows, V, config.max_bad_words)
+        self.num_mask_words = num_mask_words(V)
         self._no_mask = jnp.full((rows, self.num_mask_words), -1, jnp.int32)
         page = kv.page_bytes(self.kv_cache)
         self.host_pages = HostPages(self.kv_cache, (config.host_kv_bytes or 0) // page)
@@ -103,12 +109,10 @@ class ModelRunner:
 
     def describe(self, key: ProgramKey) -> Program:
         """A program's function and arguments."""
-        operands = Operands(
-            self.params, self.kv_cache, self.logits_BQV, self.slots, self.extras
-        )
+        state = self.logits_BQV, self.slots, self.extras, self.drafting
         return describe(
             key,
-            operands,
+            Operands(self.params, self.kv_cache, *state),
             model=self._model,
             layout=self.layout,
             num_top=num_top(self.config.max_logprobs),
@@ -170,8 +174,9 @@ class ModelRunner:
         self, key: ProgramKey, packed: jax.Array | np.ndarray
     ) -> TokenScores | None:
         """Dispatches one decode, prefill or score call; the last gives scores."""
+        last = (self.drafting,) if key[0] == "verify" else ()
         self.kv_cache, self.logits_BQV, *scores = self.program(key)(
-            self.params, self.kv_cache, self.logits_BQV, self.slots, packed
+            self.params, self.kv_cache, self.logits_BQV, self.slots, packed, *last
         )
         return scores[0] if scores else None
 
@@ -191,7 +196,9 @@ class ModelRunner:
         args: tuple[Any, ...] = ()
         if key[1] == "full":
             args = (self.extras, self._no_mask if mask_BW is None else mask_BW)
-        self.slots, output, extras = self.program(key)(
+        if self.drafting is not None:
+            args = (*(args or (None, None)), self.drafting)
+        self.slots, output, extras, self.drafting = self.program(key)(
             self.slots, self.logits_BQV, packed, *args
         )
         self.extras = extras or self.extras
@@ -208,8 +215,15 @@ class ModelRunner:
         # read it. A program takes it as cheaply as one that is on the device already.
         self._packed = plan.packed
         self._scores = None
-        if plan.decode_bucket is not None:
-            self.forward(("decode", plan.decode_bucket), self._packed)
+        for request, row in plan.histories:
+            text_L = jnp.asarray(history_of(request, self.layout))
+            set_history = self.program(("history",))
+            self.drafting = set_history(self.drafting, jnp.int32(row), text_L)
+        if (bucket := plan.decode_bucket) is not None:
+            if self.drafting is not None:
+                propose = self.program(("propose", bucket))
+                self.drafting = propose(self.drafting, self.slots, self._packed)
+            self.forward(generating_key(self.config, bucket), self._packed)
         if plan.prefill_shape is not None:
             kind = "score" if plan.does_score else "prefill"
             self._scores = self.forward((kind, plan.prefill_shape), self._packed)
@@ -230,7 +244,7 @@ class ModelRunner:
             slot: self.program(("logits",))(self.logits_BQV, jnp.int32(slot))
             for slot in plan.logits_slots
         }
-        self._pending.append(_Pending(output, logits, self._scores))
+        self._pending.append(Pending(output, logits, self._scores))
 
     def _set_extras(self, request: Request, row: int) -> None:
         one = extras_of(
@@ -264,14 +278,7 @@ class ModelRunner:
 
     def read_step(self) -> StepResult:
         """Waits for the oldest step not read yet and brings its tokens to the host."""
-        output, logits, prompt_scores = self.read(self._pending.popleft())
-        return StepResult(
-            token_ids=output.token_B,
-            finish_codes=output.finish_B,
-            scores=_on_host(output.scores),
-            logits=logits,
-            prompt_scores=_on_host(prompt_scores),
-        )
+        return Pending(*self.read(self._pending.popleft())).result()
 
     def read(self, arrays: Any) -> Any:
         """The one place where device memory comes to the host, as numpy."""
@@ -280,21 +287,7 @@ class ModelRunner:
     def close(self) -> None:
         """Frees the device memory that this runner holds."""
         self._programs.clear()
-        for leaf in jax.tree.leaves(
-            (self.kv_cache, self.logits_BQV, self.slots, self.extras, self._no_mask)
-        ):
+        held = (self.kv_cache, self.logits_BQV, self.slots, self.extras, self.drafting)
+        for leaf in jax.tree.leaves((held, self._no_mask)):
             leaf.delete()
         self.params = {}
-
-
-class _Pending(NamedTuple):
-    """A step that the host has not read."""
-
-    output: StepOutput
-    logits: dict[int, jax.Array]
-    prompt_scores: TokenScores | None
-
-
-def _on_host(scores: TokenScores | None) -> Scores | None:
-    """The numpy arrays that were read, under their host-side name."""
-    return None if scores is None else Scores(*scores)  # type: ignore[arg-type]

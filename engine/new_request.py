@@ -224,3 +224,26 @@ def _resolve_stop_ids(
             f"max_stop_ids {max_stop_ids}, got {len(stop_ids)}"
         )
     return stop_ids
+
+
+def set_deadlines(
+    request: Request, deadline_s: float | None, queue_timeout_s: float | None
+) -> None:
+    """Bounds a request's time.
+
+    Args:
+      request: just made.
+      deadline_s: seconds from its arrival after which it ends with what it has.
+      queue_timeout_s: seconds after which it ends if it has not begun.
+
+    Raises:
+      ValueError: they are not above 0.
+    """
+    named = {"deadline_s": deadline_s, "queue_timeout_s": queue_timeout_s}
+    for name, seconds in named.items():
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"{name} must be above 0, got {seconds}")
+    if deadline_s is not None:
+        request.deadline_s = request.arrival_s + deadline_s
+    if queue_timeout_s is not None:
+        request.queue_deadline_s = request.arrival_s + queue_timeout_s

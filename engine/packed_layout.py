@@ -12,8 +12,8 @@ words travel as their bits.
     then per row           slot, start, length, is_last, resumes, position, last token,
                            remaining, source, seed (2 words), temperature, top_k,
                            top_p, min_p, has extras, min position, presence,
-                           frequency, repetition, next token, stop ids [S], page
-                           table [M]
+                           frequency, repetition, next token, max drafts, stop
+                           ids [S], page table [M]
     then                   prefill tokens, row-major
 """
 
@@ -30,7 +30,7 @@ ROW_FIELDS = (
     "slot", "start", "length", "is_last", "resumes", "position", "last_token",
     "remaining", "source", "seed_low", "seed_high", "temperature", "top_k", "top_p",
     "min_p", "has_extras", "min_position", "presence", "frequency", "repetition",
-    "next_token",
+    "next_token", "max_drafts",
 )  # fmt: skip
 
 
@@ -52,6 +52,8 @@ class PackedLayout:
       max_stop_ids: stop ids a row can carry.
       pages_per_request: M.
       max_tokens: prefill tokens of the largest prefill shape, rows times tokens.
+      max_context_len: tokens of the longest request.
+      num_drafts: drafts that a decode step verifies per row, at most.
     """
 
     num_slots: int
@@ -60,6 +62,8 @@ class PackedLayout:
     max_stop_ids: int
     pages_per_request: int
     max_tokens: int
+    max_context_len: int
+    num_drafts: int = 0
 
     @property
     def row_size(self) -> int:
@@ -139,4 +143,6 @@ def layout_of(config: EngineConfig) -> PackedLayout:
         max_stop_ids=config.max_stop_ids,
         pages_per_request=-(-config.max_context_len // config.page_size),
         max_tokens=max(rows * tokens for rows, tokens in shapes),
+        max_context_len=config.max_context_len,
+        num_drafts=config.drafts_per_pass,
     )

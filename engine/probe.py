@@ -16,7 +16,7 @@ from headrace.engine.new_request import longest_request
 from headrace.engine.packed_layout import ROW_FIELDS
 from headrace.engine.probe_sampling import probe_sampling
 from headrace.engine.probe_scoring import ScorePrint, without_equal_scores
-from headrace.engine.programs import ProgramKey, program_name
+from headrace.engine.programs import ProgramKey, generating_key, program_name
 from headrace.engine.slots import SlotState, empty_slots
 
 # Marks a program whose own bits depend on the row or on its neighbours.
@@ -49,7 +49,8 @@ def probe(runner: ModelRunner) -> dict[str, str]:
         # Decoding continues what the shapes that will be kept have filled.
         case.fill(("prefill", best[0]))
     for bucket in config.decode_batch_sizes or ():
-        prints[program_name(("decode", bucket))] = case.generate(bucket)
+        key = generating_key(config, bucket)
+        prints[program_name(key)] = case.generate(key)
     prints |= probe_sampling(runner)
     letters: dict[tuple[str, str], str] = {}
     classes = {}
@@ -164,20 +165,38 @@ class _ProbeCase:
         tokens[row, :length] = self.tokens[start : start + length]
         return packed
 
-    def generate(self, bucket: int) -> set[str]:
+    def generate(self, key: ProgramKey) -> set[str]:
         """Decodes after the prefill: alone in slot 0, in company in the last slot.
 
-        The prints begin with the prompt's logits, like those of filling.
+        A program that verifies does so once without drafts, and once with the second
+        token as a draft. The prints begin with the prompt's logits, like those of
+        filling.
         """
-        prints = set()
+        prints, bucket = set(), key[1]
         for slot, company in ((0, False), (bucket - 1, True)):
             rows = list(self.prompt_logits)
             for step in range(_DECODE_STEPS):
                 self.runner.slots = self._slots(bucket, slot, company, step)
-                self.runner.forward(("decode", bucket), self._decode_flag())
+                self.runner.forward(key, self._decode_flag())
                 rows.append(self.runner.read(self.runner.logits_BQV[slot, 0]))
             prints.add(self._fingerprint(rows))
+            if key[0] == "verify":
+                prints.add(self._verify(key, slot, company))
         return prints
+
+    def _verify(self, key: ProgramKey, slot: int, company: bool) -> str:
+        runner, rows = self.runner, list(self.prompt_logits)
+        none = runner.drafting
+        assert none is not None
+        drafts_BK = none.drafts_BK.at[slot, 0].set(self.tokens[self.prompt_len + 1])
+        if company:  # others with more drafts, or none
+            drafts_BK = drafts_BK.at[: slot - slot % 2 : 2].set(1)
+        runner.drafting = dataclasses.replace(none, drafts_BK=drafts_BK)
+        runner.slots = self._slots(key[1], slot, company, 0)
+        runner.forward(key, self._decode_flag())
+        runner.drafting = none
+        rows += list(runner.read(runner.logits_BQV[slot, :_DECODE_STEPS]))
+        return self._fingerprint(rows)
 
     def _slots(self, bucket: int, slot: int, company: bool, step: int) -> SlotState:
         layout = self.runner.layout

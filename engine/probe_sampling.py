@@ -6,6 +6,7 @@ whatever its neighbours ask for; see probe.py for what is made of the prints.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -85,10 +86,10 @@ def _draw_all(runner: ModelRunner, key: ProgramKey, slot: int) -> tuple[str, ...
 
 def _draw(runner: ModelRunner, key: ProgramKey, slot: int, ask: _Ask) -> str:
     """The token, and from "full" its scores: "token logprob rank ids values"."""
-    B, _, V = runner.logits_BQV.shape
+    B, Q, V = runner.logits_BQV.shape
     rng = np.random.default_rng(7)
     row_V = rng.standard_normal(V, dtype=np.float32) * 3
-    runner.logits_BQV = jnp.tile(jnp.array(row_V), (B, 1, 1))
+    runner.logits_BQV = jnp.tile(jnp.array(row_V), (B, Q, 1))
     # Greedy programs see greedy rows only, others any company that they can serve.
     company = ask if key[1] == "greedy" else _COMPANY
     company = dataclasses.replace(company, has_extras=key[1] == "full")
@@ -122,6 +123,8 @@ def _draw(runner: ModelRunner, key: ProgramKey, slot: int, ask: _Ask) -> str:
     )
     packed = jnp.asarray(runner.layout.unchanged(does_decode=True))
     output = runner.read(runner.sample(key, packed))
+    if output.live_B is not None:
+        output = jax.tree.map(lambda leaf: leaf[0], output)
     if output.scores is None:
         return f"{output.token_B[slot]} "
     scores = [leaf[slot].tobytes().hex() for leaf in output.scores]

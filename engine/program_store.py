@@ -53,6 +53,7 @@ _CODE = (
     "pallas_kernels/**/*.cc",
     "pallas_kernels/**/*.h",
     "engine/compile_options.py",
+    "engine/drafting.py",
     "engine/logprobs.py",
     "engine/packed_layout.py",
     "engine/page_moves.py",

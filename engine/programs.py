@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from headrace.configs.schema import EngineConfig
-from headrace.engine import page_moves, steps
+from headrace.engine import drafting, page_moves, steps
+from headrace.engine.drafting import Drafting
 from headrace.engine.logprobs import TokenScores
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.page_moves import PAGES_PER_MOVE
@@ -26,11 +27,15 @@ from headrace.layers.inputs import KVCache, Params
 
 VARIANTS: tuple[SampleVariant, ...] = typing.get_args(SampleVariant)
 
-# ("decode", b), ("prefill", (R, T)), ("score", (R, T)), ("sample", variant, b),
+# ("decode", b) or, with drafts, ("verify", b), ("propose", b), ("history",);
+# ("prefill", (R, T)), ("score", (R, T)), ("sample", variant, b),
 # ("logits",), ("extras",), ("copy", J), ("save", J), ("load", J)
 ProgramKey = tuple
 ROLES = {
     "decode": "generating",
+    "verify": "generating",
+    "propose": "drafting",
+    "history": "drafting",
     "prefill": "filling",
     "score": "filling",
     "sample": "sampling",
@@ -51,6 +56,7 @@ class Operands:
     logits_BQV: Float[Array, "B Q V"]
     slots: SlotState
     extras: Extras
+    drafting: Drafting | None = None
 
 
 class Program(typing.NamedTuple):
@@ -81,7 +87,8 @@ def program_keys(config: EngineConfig, *, can_move: bool) -> list[ProgramKey]:
     has_rows = not 0 <= config.max_logprobs <= TOP_ON_DEVICE
     moves = ("copy", "save", "load") if can_move else ("copy",)
     return [
-        *(("decode", bucket) for bucket in buckets),
+        *(generating_key(config, bucket) for bucket in buckets),
+        *_drafting_keys(config, buckets),
         *(("prefill", shape) for shape in shapes),
         *(("score", shape) for shape in shapes if config.scoring),
         *(("sample", variant, b) for variant in VARIANTS for b in buckets),
@@ -89,6 +96,17 @@ def program_keys(config: EngineConfig, *, can_move: bool) -> list[ProgramKey]:
         ("extras",),
         *((kind, PAGES_PER_MOVE) for kind in moves),
     ]
+
+
+def generating_key(config: EngineConfig, bucket: int) -> ProgramKey:
+    """The program that runs the model on the rows of a decode bucket."""
+    return ("verify" if config.drafts_per_pass else "decode", bucket)
+
+
+def _drafting_keys(config: EngineConfig, buckets: tuple[int, ...]) -> list[ProgramKey]:
+    if not config.drafts_per_pass:
+        return []
+    return [("history",), *(("propose", bucket) for bucket in buckets)]
 
 
 def describe(
@@ -129,11 +147,22 @@ def describe(
         if kind == "save":
             return Program(page_moves.save_pages, (cache, ids), (), data)
         return Program(page_moves.load_pages, (cache, ids, data), (0,), cache)
+    if kind == "history":
+        tokens = jax.ShapeDtypeStruct((layout.max_context_len,), jnp.int32)
+        args = (operands.drafting, row, tokens)
+        return Program(drafting.set_history, args, (0,), operands.drafting)
+    if kind == "propose":
+        propose = functools.partial(drafting.propose, layout=layout, bucket=key[1])
+        args = (operands.drafting, operands.slots, packed)
+        return Program(propose, args, (0,), operands.drafting)
     args = (operands.params, cache, logits_BQV, operands.slots, packed)
     common = {"model": model, "layout": layout}
     if kind == "decode":
         decode = functools.partial(steps.decode_forward, bucket=key[1], **common)
         return Program(decode, args, (1, 2), (cache, logits_BQV))
+    if kind == "verify":
+        verify = functools.partial(steps.verify_forward, bucket=key[1], **common)
+        return Program(verify, (*args, operands.drafting), (1, 2), (cache, logits_BQV))
     common["shape"] = key[1]
     if kind == "prefill":
         prefill = functools.partial(steps.prefill_forward, **common)
@@ -162,7 +191,12 @@ def _sample(
         mask = jax.ShapeDtypeStruct((num_rows, num_mask_words(V)), jnp.int32)
         args = (*args, extras, mask)
         output = dataclasses.replace(output, scores=_scores())
-    return Program(function, args, donated, (operands.slots, output, extras))
+    if operands.drafting is not None:
+        args = (*args, *(None,) * (5 - len(args)), operands.drafting)
+        donated = (*donated, 5)
+        output = dataclasses.replace(output, live_B=0, is_draft_B=0)  # type: ignore[arg-type]
+    out = (operands.slots, output, extras, operands.drafting)
+    return Program(function, args, donated, out)
 
 
 def _scores() -> TokenScores:

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.engine.compaction import plan_swaps, swaps_to_sources
-from headrace.engine.request import Request
-from headrace.engine.schedule import RowNeeds
+from headrace.engine.request import Request, RequestStatus
+from headrace.engine.schedule import RowNeeds, Schedule
+
+# Room of those who hold all pages that they can ever need.
+NO_BOUND = 2**40
 
 
 class RunningSet:
@@ -24,11 +27,17 @@ class RunningSet:
       left, room: [B] int64, meaningful for slots whose request decodes.
     """
 
-    def __init__(self, num_slots: int, decode_batch_sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        decode_batch_sizes: Sequence[int],
+        tokens_per_step: int = 1,
+    ) -> None:
         self.holders: list[Request | None] = [None] * num_slots
         self.extra_rows = list(range(num_slots))
         self.left = np.zeros(num_slots, np.int64)
         self.room = np.zeros(num_slots, np.int64)
+        self._tokens_per_step = tokens_per_step
         self._decode_batch_sizes = tuple(decode_batch_sizes)
         self._decodes = np.zeros(num_slots, bool)
         self._is_stale = self._may_compact = True
@@ -84,19 +93,44 @@ class RunningSet:
         return self._needs
 
     def short_of_room(self) -> np.ndarray:
-        """Slots among them whose next token does not fit into their pages."""
+        """Slots among them whose next tokens may not fit into their pages."""
         slots = self.decode_rows()[1]
-        return slots[self.room[slots] <= 0]
+        return slots[self.room[slots] < self._tokens_per_step]
 
     def count_decode(self) -> None:
-        """Every request of `decode_rows` was asked for one token."""
+        """Every request of `decode_rows` was asked for a token, and any drafts."""
         slots = self._slots
         self.left[slots] -= 1
-        self.room[slots] -= 1
+        self.room[slots] -= self._tokens_per_step
+        assert slots.size == 0 or self.room[slots].min() >= 0, "no page to write to"
         done = slots[self.left[slots] <= 0]
         if done.size:
             self._decodes[done] = False
             self._is_stale = True
+
+    def settle(self, schedule: Schedule, num_tokens: np.ndarray) -> None:
+        """Books how many tokens a step with drafts gave, where one each was counted.
+
+        Args:
+          schedule: of that step.
+          num_tokens: [B] by its slots.
+        """
+        slots = schedule.decode_slots.tolist()
+        for request, slot in zip(schedule.decode, slots, strict=True):
+            more = int(num_tokens[slot]) - 1
+            if request.finish_reason is not None or more < 0:
+                continue
+            request.num_dispatched += more
+            if request.status is not RequestStatus.DECODING:
+                # It waits; where it has to be computed again, with these tokens.
+                if request.fill_len > request.prompt_len:
+                    request.fill_len += more
+                continue
+            assert (now := request.slot) is not None
+            self.left[now] -= more
+            self.room[now] += self._tokens_per_step - 1 - more
+            if self.left[now] <= 0:
+                self.stop_decode(now)
 
     def compact(self) -> tuple[int, ...] | None:
         """Moves requests down where that saves a decode bucket.

@@ -6,12 +6,16 @@ host. See steps.py for the program that comes before.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from headrace.engine import sampler
+from headrace.engine.drafting import Drafting, add_tokens
 from headrace.engine.logprobs import TokenScores, token_scores
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.processors import Extras, count_tokens, process
@@ -23,16 +27,27 @@ from headrace.engine.schedule import (
     FINISH_STUCK,
 )
 from headrace.engine.slots import SlotState, apply_packed
+from headrace.pallas_kernels.gpu_target import gpu_capability
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What the host reads of a step, rows by slot; `scores` where asked for."""
+    """What the host reads of a step, rows by slot; `scores` where asked for.
+
+    With drafts every array has a leading axis Q: the row's tokens in order. Then
+    `live_B` says which rows got one, `is_draft_B` which were drafted; a row's later
+    places follow from accepted drafts.
+    """
 
     token_B: Int[Array, " B"]
     finish_B: Int[Array, " B"]
     scores: TokenScores | None = None
+    live_B: Bool[Array, " B"] | None = None
+    is_draft_B: Bool[Array, " B"] | None = None
+
+
+SampleResult = tuple[SlotState, StepOutput, Extras | None, Drafting | None]
 
 
 def sample(
@@ -41,12 +56,13 @@ def sample(
     packed: Int[Array, " W"],
     extras: Extras | None = None,
     mask_BW: Int[Array, "B W"] | None = None,
+    drafting: Drafting | None = None,
     *,
     layout: PackedLayout,
     bucket: int,
     variant: SampleVariant,
     num_top: int,
-) -> tuple[SlotState, StepOutput, Extras | None]:
+) -> SampleResult:
     """Samples for every slot below `bucket` that has new logits, and advances it.
 
     Args:
@@ -56,6 +72,8 @@ def sample(
       extras: donated, for "full" alone.
       mask_BW: for "full" alone: bit i % 32 of word i // 32 lets id i be sampled, where
         a row has processed logits.
+      drafting: donated, where Q > 1. A row goes on to its next place as long as its
+        token is the draft there.
       layout: where the fields of `packed` lie.
       bucket: rows of this program.
       variant: "greedy", "sampled" (adds noise and filters), or "full" (adds
@@ -65,9 +83,46 @@ def sample(
     """
     slots, fresh_B = apply_packed(slots, packed, layout)
     rows = jax.tree.map(lambda leaf: leaf[:bucket], slots)
+    does_decode = layout.does_decode(packed) == 1
     # Active rows that do not decode in this step have no new logits.
-    live_B = rows.active_B & (fresh_B[:bucket] | (layout.does_decode(packed) == 1))
-    z_BV = raw_BV = logits_BQV[:bucket, 0]
+    live_B = rows.active_B & (fresh_B[:bucket] | does_decode)
+    one_place = functools.partial(
+        _sample_place,
+        mask_BW=None if mask_BW is None else mask_BW[:bucket],
+        variant=variant,
+        num_top=num_top,
+    )
+    state = _State(rows=rows, extras=extras, drafting=drafting, live_B=live_B)
+    state, output = one_place(state, logits_BQV[:bucket, 0])
+    if drafting is not None:
+        drafts_BK = jnp.where(fresh_B[:, None] | ~does_decode, -1, drafting.drafts_BK)
+        state, output = _follow_drafts(
+            state, output, logits_BQV[:bucket], drafts_BK[:bucket], one_place
+        )
+    return _put_back(slots, state.rows), output, state.extras, state.drafting
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _State:
+    """What sampling a token changes: rows of the bucket, and who samples at all."""
+
+    rows: SlotState
+    extras: Extras | None
+    drafting: Drafting | None
+    live_B: Bool[Array, " B"]
+
+
+def _sample_place(
+    state: _State,
+    raw_BV: Float[Array, "B V"],
+    *,
+    mask_BW: Int[Array, "B W"] | None,
+    variant: SampleVariant,
+    num_top: int,
+) -> tuple[_State, StepOutput]:
+    """One token of each live row, from its own logits."""
+    rows, extras, drafting, z_BV = state.rows, state.extras, state.drafting, raw_BV
     if variant == "full":
         assert extras is not None and mask_BW is not None
         # Most steps have nothing to process; it changes no bit where it is skipped.
@@ -75,7 +130,7 @@ def sample(
             jnp.any(rows.has_extras_B),
             process,
             lambda z, *_: z,
-            *(raw_BV, rows, extras, mask_BW[:bucket]),
+            *(raw_BV, rows, extras, mask_BW),
         )
     if variant == "greedy":
         token_B = sampler.sample_greedy(z_BV)
@@ -89,39 +144,95 @@ def sample(
             top_p_B=rows.top_p_B,
             min_p_B=rows.min_p_B,
         )
-    scores, is_stuck_B = None, jnp.zeros(bucket, bool)
+    scores, is_stuck_B = None, jnp.zeros(token_B.shape, bool)
     if variant == "full":
         assert extras is not None
         is_stuck_B = z_BV.max(-1) == -jnp.inf  # parameters forbid every token
-        extras = count_tokens(extras, rows, token_B, live_B)
+        extras = count_tokens(extras, rows, token_B, state.live_B)
         scores = token_scores(raw_BV, token_B, num_top)
-    slots, finish_B = _advance(slots, rows, token_B, live_B, is_stuck_B)
-    output = StepOutput(token_B=token_B, finish_B=finish_B, scores=scores)
-    return slots, output, extras
+    if drafting is not None:
+        drafting = add_tokens(drafting, rows, token_B, state.live_B)
+    rows, finish_B = _advance(rows, token_B, state.live_B, is_stuck_B)
+    state = _State(rows=rows, extras=extras, drafting=drafting, live_B=state.live_B)
+    return state, StepOutput(token_B=token_B, finish_B=finish_B, scores=scores)
+
+
+def _follow_drafts(
+    state: _State,
+    first: StepOutput,
+    logits_BQV: Float[Array, "B Q V"],
+    drafts_BK: Int[Array, "B K"],
+    one_place: Callable[..., tuple[_State, StepOutput]],
+) -> tuple[_State, StepOutput]:
+    """Samples at the places behind accepted drafts, as if each were its own step.
+
+    The token at a place is what the target samples there, whatever was drafted; the
+    draft only says whether the logits of the next place are those of this text.
+    """
+    nobody_B = jnp.zeros_like(state.live_B)
+    first = dataclasses.replace(first, live_B=state.live_B, is_draft_B=nobody_B)
+
+    def follow(carry: Any, draft: Any) -> tuple[Any, StepOutput]:
+        state, token_B, finish_B = carry
+        place, draft_B = draft
+        is_right_B = (token_B == draft_B) & (finish_B == FINISH_RUNNING)
+        state = dataclasses.replace(state, live_B=state.live_B & is_right_B)
+        raw_BV = jax.lax.dynamic_index_in_dim(logits_BQV, place, 1, keepdims=False)
+
+        def nothing(state: _State, raw_BV: Array) -> tuple[_State, StepOutput]:
+            del raw_BV
+            zeros = jax.tree.map(jnp.zeros_like, first)
+            return state, dataclasses.replace(zeros, live_B=None, is_draft_B=None)
+
+        state, output = jax.lax.cond(
+            jnp.any(state.live_B), one_place, nothing, state, raw_BV
+        )
+        output = dataclasses.replace(
+            output, live_B=state.live_B, is_draft_B=draft_B >= 0
+        )
+        return (state, output.token_B, output.finish_B), output
+
+    later: StepOutput
+    # On a GPU written out: a loop around branches would leave the command buffer.
+    places_K = 1 + jnp.arange(drafts_BK.shape[1], dtype=jnp.int32)
+    carry: Any = (state, first.token_B, first.finish_B)
+    (state, *_), later = jax.lax.scan(
+        follow, carry, (places_K, drafts_BK.T), unroll=gpu_capability() is not None
+    )
+    output = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, later)
+    return state, output
 
 
 def _advance(
-    slots: SlotState,
     rows: SlotState,
     token_B: Int[Array, " B"],
     live_B: Array,
     is_stuck_B: Array,
 ) -> tuple[SlotState, Int[Array, " B"]]:
     """Stores the tokens of live rows and ends those that are done."""
-    bucket = token_B.shape[0]
     remaining_B = rows.remaining_B - live_B
     is_stop_B = jnp.any(rows.stop_ids_BS == token_B[:, None], axis=1)
     length_B = jnp.where(remaining_B <= 0, FINISH_LENGTH, FINISH_RUNNING)
     finish_B = jnp.where(is_stop_B, FINISH_STOP, length_B)
     finish_B = jnp.where(is_stuck_B, FINISH_STUCK, finish_B)
     finish_B = jnp.where(live_B, finish_B, FINISH_RUNNING).astype(jnp.int32)
-    last_B = jnp.where(live_B, token_B, rows.last_token_B)
-    active_B = rows.active_B & (finish_B == FINISH_RUNNING)
-    slots = dataclasses.replace(
-        slots,
-        last_token_B=slots.last_token_B.at[:bucket].set(last_B),
-        position_B=slots.position_B.at[:bucket].set(rows.position_B + live_B),
-        remaining_B=slots.remaining_B.at[:bucket].set(remaining_B),
-        active_B=slots.active_B.at[:bucket].set(active_B),
+    rows = dataclasses.replace(
+        rows,
+        last_token_B=jnp.where(live_B, token_B, rows.last_token_B),
+        position_B=rows.position_B + live_B,
+        remaining_B=remaining_B,
+        active_B=rows.active_B & (finish_B == FINISH_RUNNING),
     )
-    return slots, finish_B
+    return rows, finish_B
+
+
+def _put_back(slots: SlotState, rows: SlotState) -> SlotState:
+    """The slots with what sampling changes of their first rows."""
+    bucket = rows.active_B.shape[0]
+    return dataclasses.replace(
+        slots,
+        last_token_B=slots.last_token_B.at[:bucket].set(rows.last_token_B),
+        position_B=slots.position_B.at[:bucket].set(rows.position_B),
+        remaining_B=slots.remaining_B.at[:bucket].set(rows.remaining_B),
+        active_B=slots.active_B.at[:bucket].set(rows.active_B),
+    )

@@ -156,6 +156,7 @@ class Schedule:
       resumed: rows that come back after a preemption; they decode in this step.
       prefill: rows of at most one prefill call; one bucket holds them all.
       forks: rows that sample from the logits of a last chunk of this step.
+      histories: (request, row) of those that decode from here on, with drafts.
       extras: (request, row) of those that sample first here, or again after a
         preemption, and have counts or biases.
       needs: of the rows that sample here.
@@ -174,6 +175,7 @@ class Schedule:
     resumed: tuple[Resumption, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
     forks: tuple[Fork, ...] = ()
+    histories: tuple[tuple[Request, int], ...] = ()
     extras: tuple[tuple[Request, int], ...] = ()
     needs: RowNeeds = RowNeeds()
     decode: tuple[Request, ...] = ()
@@ -250,6 +252,10 @@ class StepResult:
       logits: by slot, rows [V] of those that asked for more than `scores` holds.
       prompt_scores: of what follows each prompt token, by row and token of the prefill
         call, where a row asked.
+      live: [B] bool, slots that have a token here; None where all that sampled have.
+      num_tokens, num_drafts: [B] tokens of each slot, `later` ones included, and how
+        many were drafted; None is one each, and none.
+      later: what came of accepted drafts, place by place.
     """
 
     token_ids: np.ndarray
@@ -257,6 +263,10 @@ class StepResult:
     scores: Scores | None = None
     logits: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     prompt_scores: Scores | None = None
+    live: np.ndarray | None = None
+    num_tokens: np.ndarray | None = None
+    num_drafts: np.ndarray | None = None
+    later: tuple["StepResult", ...] = ()
 
     def logprobs_at(self, slot: int, num_top: int) -> TokenLogprobs:
         """The sampled token of a slot, then its `num_top` likeliest, by token id."""

@@ -12,8 +12,9 @@ import numpy as np
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine.admission import can_go_on
+from headrace.engine.device_changes import DeviceChanges
 from headrace.engine.kv_cache_manager import KVCacheManager
-from headrace.engine.lifecycle import DeviceChanges, Lifecycle
+from headrace.engine.lifecycle import Lifecycle
 from headrace.engine.outputs import TIME_OVER, FinishReason
 from headrace.engine.packed_layout import num_packed_rows
 from headrace.engine.prompt_scores import book_prompt_scores
@@ -185,11 +186,7 @@ class Scheduler:
         if decode:
             needs |= self._running.decode_needs()
         rows = self._running.extra_rows
-        extras = [
-            (request, rows[_slot_of(request)])
-            for request in (*changes.resumed, *fresh)
-            if request.params.has_extras
-        ]
+        begin = [(r, rows[_slot_of(r)]) for r in (*changes.resumed, *fresh)]
         return Schedule(
             slot_sources=sources,
             released=tuple(released),
@@ -200,7 +197,8 @@ class Scheduler:
             resumed=tuple([Resumption.of(request) for request in changes.resumed]),
             prefill=prefill,
             forks=forks,
-            extras=tuple(extras),
+            histories=tuple(begin),
+            extras=tuple([one for one in begin if one[0].params.has_extras]),
             needs=needs,
             decode=decode,
             decode_slots=slots,
@@ -219,6 +217,8 @@ class Scheduler:
         """
         if result.prompt_scores is not None:
             book_prompt_scores(schedule.prefill, result.prompt_scores)
+        if result.num_tokens is not None:
+            self._running.settle(schedule, result.num_tokens)
         fresh = schedule.fresh
         requests = [*(row.request for row in fresh), *schedule.decode]
         if not requests:

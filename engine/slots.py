@@ -34,6 +34,7 @@ class SlotState:
       min_position_B: first position that may hold a stop id.
       presence_B, frequency_B, repetition_B: penalties; 0, 0 and 1 are off.
       extra_row_B: the slot's row of `Extras`; moves with the slot.
+      max_drafts_B: drafts that the row may take in a step.
       page_table_BM: page ids in order of position, 0 where unused.
     """
 
@@ -53,6 +54,7 @@ class SlotState:
     frequency_B: Float[Array, " B"]
     repetition_B: Float[Array, " B"]
     extra_row_B: Int[Array, " B"]
+    max_drafts_B: Int[Array, " B"]
     page_table_BM: Int[Array, "B M"]
 
 
@@ -76,6 +78,7 @@ def empty_slots(layout: PackedLayout) -> SlotState:
         frequency_B=jnp.zeros(B, jnp.float32),
         repetition_B=jnp.ones(B, jnp.float32),
         extra_row_B=jnp.arange(B, dtype=jnp.int32),
+        max_drafts_B=jnp.zeros(B, jnp.int32),
         page_table_BM=jnp.zeros((B, M), jnp.int32),
     )
 
@@ -119,7 +122,7 @@ def apply_packed(
         resumes_R | forks_R, field("position"), field("start") + field("length") - 1
     )
     seeds = [bits("seed_low", jnp.uint32), bits("seed_high", jnp.uint32)]
-    table_BM = _grown(slots, layout.new_pages(packed), layout.page_size)
+    table_BM = _grown(slots.page_table_BM, layout.new_pages(packed))
     changed = SlotState(
         last_token_B=put(slots.last_token_B, field("last_token"), resumed_R),
         position_B=put(slots.position_B, position_R),
@@ -137,6 +140,7 @@ def apply_packed(
         frequency_B=put(slots.frequency_B, bits("frequency", jnp.float32)),
         repetition_B=put(slots.repetition_B, bits("repetition", jnp.float32)),
         extra_row_B=slots.extra_row_B,
+        max_drafts_B=put(slots.max_drafts_B, field("max_drafts")),
         page_table_BM=put(table_BM, layout.page_table(rows)),
     )
     fresh_R = jnp.where(is_fresh_R, field("slot"), B)
@@ -145,10 +149,13 @@ def apply_packed(
 
 
 def _grown(
-    slots: SlotState, new_page_B: Int[Array, " B"], page_size: int
+    table_BM: Int[Array, "B M"], new_page_B: Int[Array, " B"]
 ) -> Int[Array, "B M"]:
-    """Page tables with the pages that the rows' next tokens open, where there are."""
-    B, M = slots.page_table_BM.shape
-    index_B = jnp.minimum(slots.position_B // page_size, M - 1)
+    """Page tables with one page more, where there is one.
+
+    Behind the last: the host may open a page that only accepted drafts would reach.
+    """
+    B, M = table_BM.shape
+    index_B = jnp.minimum(jnp.sum(table_BM > 0, axis=1), M - 1)
     row_B = jnp.where(new_page_B > 0, jnp.arange(B, dtype=jnp.int32), B)
-    return slots.page_table_BM.at[row_B, index_B].set(new_page_B, mode="drop")
+    return table_BM.at[row_B, index_B].set(new_page_B, mode="drop")

@@ -12,7 +12,7 @@ from headrace.configs.schema import EngineConfig
 from headrace.engine.ledger import Ledger
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.probe import UNSTEADY, best_shapes, probe
-from headrace.engine.programs import VARIANTS, program_name
+from headrace.engine.programs import VARIANTS, generating_key, program_name
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ def warm_up(runner: ModelRunner, classes: dict[str, str] | None) -> EngineConfig
     for name, letter in classes.items():
         ledger.entries[name].bit_class = letter
     assert all(
-        e.bit_class != "-" or e.role == "moving" for e in ledger.entries.values()
+        e.bit_class != "-" or e.role in ("moving", "drafting")
+        for e in ledger.entries.values()
     )
     config = runner.config
     if config.numerics == "invariant":
@@ -60,8 +61,8 @@ def _narrow(config: EngineConfig, ledger: Ledger) -> EngineConfig:
     def letter(key: tuple) -> str:
         return ledger.entries[program_name(key)].bit_class
 
-    wanted = letter(("decode", buckets[-1]))
-    kept = tuple(b for b in buckets if letter(("decode", b)) == wanted)
+    wanted = letter(generating_key(config, buckets[-1]))
+    kept = tuple(b for b in buckets if letter(generating_key(config, b)) == wanted)
     best = best_shapes({shape: letter(("prefill", shape)) for shape in shapes})
     scored = shapes if config.scoring else ()
     filled = {letter(("score", shape)) for shape in scored if shape in best}
@@ -76,7 +77,7 @@ def _narrow(config: EngineConfig, ledger: Ledger) -> EngineConfig:
             f"buckets.\n{ledger.table()}"
         )
     for key in [
-        *(("decode", b) for b in buckets if b not in kept),
+        *(generating_key(config, b) for b in buckets if b not in kept),
         *(("prefill", shape) for shape in shapes if shape not in best),
         *(("score", shape) for shape in scored if shape not in best),
         *(("sample", v, b) for v in VARIANTS for b in buckets if b not in kept),
@@ -88,7 +89,7 @@ def _narrow(config: EngineConfig, ledger: Ledger) -> EngineConfig:
 def _is_one_class(config: EngineConfig, ledger: Ledger) -> bool:
     """Whether the kept programs of filling and generating give the same bits."""
     keys = [
-        *(("decode", bucket) for bucket in config.decode_batch_sizes or ()),
+        *(generating_key(config, b) for b in config.decode_batch_sizes or ()),
         *(("prefill", shape) for shape in config.prefill_shapes or ()),
     ]
     letters = {ledger.entries[program_name(key)].bit_class for key in keys}

@@ -18,7 +18,7 @@ from absl import app, flags
 from headrace.scripts import engine_flags, gpu_compile, gpu_rules, hlo_traffic
 from headrace.scripts.gpu_compile import Compiled, PtxasKernel, Target
 from headrace.scripts.gpu_kernels import kernel_programs
-from headrace.scripts.gpu_programs import StepSizes, step_programs
+from headrace.scripts.gpu_programs import GENERATING, StepSizes, step_programs
 from headrace.scripts.gpu_rules import Fault
 from headrace.scripts.gpu_table import table
 from headrace.scripts.hlo_flow import kernels
@@ -52,7 +52,9 @@ flags.DEFINE_integer(
     lower_bound=1,
 )
 flags.DEFINE_list(
-    "programs", ["decode", "prefill", "sample"], "Kinds of programs to compile."
+    "programs",
+    ["decode", "verify", "prefill", "sample"],
+    "Kinds of programs to compile.",
 )
 flags.DEFINE_bool(
     "kernels", False, "Instead of steps every kernel at every tuned shape, alone."
@@ -110,7 +112,7 @@ class Gate:
         ]
         if kind != "sample":
             faults += self._of_forward(compiled, module, kind, program.args)
-        if kind == "decode":
+        if kind in GENERATING:
             faults += self._of_decode(module, facts)
         self.faults += [(name, fault) for fault in faults]
 

@@ -67,6 +67,13 @@ flags.DEFINE_list(
     "Layers whose KV pages have the type of weights, where --kv_dtype has 8 bits.",
 )
 flags.DEFINE_enum(
+    "speculation",
+    None,
+    ["prompt-lookup"],
+    "Who drafts tokens that one pass verifies; changes no token.",
+)
+flags.DEFINE_integer("num_drafts", None, "Most drafts per request and pass.")
+flags.DEFINE_enum(
     "policy",
     None,
     ["fcfs", "priority", "fair", "static"],
@@ -83,7 +90,7 @@ flags.DEFINE_string("cache_dir", None, "Where weights and compiled programs are 
 
 _SETTINGS = (
     "num_slots", "max_context_len", "numerics", "policy", "quantization", "kv_dtype",
-    "keep_packed", "host_kv_bytes",
+    "keep_packed", "host_kv_bytes", "speculation", "num_drafts",
 )  # fmt: skip
 
 

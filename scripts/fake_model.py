@@ -71,6 +71,7 @@ def host_costs(num_running: int, steps: int = 300) -> tuple[float, float]:
         max_rows=8,
         max_stop_ids=8,
         pages_per_request=128,
+        max_context_len=2048,
         max_tokens=4096,
     )
     config = EngineConfig(

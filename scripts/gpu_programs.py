@@ -9,6 +9,7 @@ from typing import Any
 from headrace.configs.schema import EngineConfig, ModelConfig
 
 _DTYPE, _DTYPE_BYTES = "bfloat16", 2
+GENERATING = ("decode", "verify")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,14 @@ class StepSizes:
     engine: EngineConfig = EngineConfig()
 
     @property
+    def places(self) -> int:
+        """Tokens of a row in a decode step: its last one, and drafts."""
+        return 1 + self.engine.drafts_per_pass
+
+    @property
     def logits_bytes(self) -> int:
-        """Of all rows, in float32."""
-        return self.rows * self.model.vocab_size * 4
+        """Of all rows and places, in float32."""
+        return self.rows * self.places * self.model.vocab_size * 4
 
     @property
     def layer_bytes(self) -> int:
@@ -58,9 +64,9 @@ class StepSizes:
 
     def live_tokens(self, kind: str) -> int:
         """Tokens whose keys and values a program reads in each layer."""
-        return {"decode": self.rows * self.context, "prefill": self.context}.get(
-            kind, 0
-        )
+        if kind in GENERATING:
+            return self.rows * self.context
+        return self.context if kind == "prefill" else 0
 
     def live_elements(self, kind: str) -> int:
         """Numbers in the live keys, or values, of one layer."""
@@ -77,7 +83,9 @@ class StepSizes:
         from headrace.engine.memory_sizes import page_bytes
         from headrace.pallas_kernels.paged_attention.api import loaded_keys
 
-        rows, tokens = {"decode": (self.rows, 1), "prefill": (1, self.chunk)}[kind]
+        rows, tokens = (
+            (1, self.chunk) if kind == "prefill" else (self.rows, self.places)
+        )
         model = self.model
         keys = loaded_keys(tokens, model.group_size, model.head_dim, self.context)
         return rows * keys * page_bytes(model, 1, _DTYPE)
@@ -91,7 +99,7 @@ class StepSizes:
 
         if kind == "sample":
             return self.logits_bytes
-        tokens = self.rows if kind == "decode" else self.chunk
+        tokens = self.rows * self.places if kind in GENERATING else self.chunk
         unread, taken = (
             parameter_bytes("embedding", (rows, self.model.model_dim), self._stored)
             for rows in (self.model.vocab_size, tokens)
@@ -105,7 +113,7 @@ class StepSizes:
         if kind == "sample":
             return {"five arrays of logits": 5 * self.logits_bytes}
         limits = {"the weights of a layer": self.layer_bytes}
-        if kind == "decode":
+        if kind in GENERATING:
             gathered = 2 * self.live_elements(kind) * _DTYPE_BYTES
             limits["the gathered cache of a layer"] = gathered
             limits["64 MB"] = 64_000_000
@@ -116,16 +124,16 @@ class StepSizes:
 
 
 def step_programs(sizes: StepSizes, config: EngineConfig) -> dict[tuple, Any]:
-    """Decode, prefill and the sample programs: key -> `engine.programs.Program`.
+    """Decode or verify, prefill, sample: key -> `engine.programs.Program`.
 
     Args:
       sizes: of the step.
       config: an engine whose buckets and pool are made to fit `sizes`.
     """
-    from headrace.engine.programs import VARIANTS
+    from headrace.engine.programs import VARIANTS, generating_key
 
     keys = [
-        ("decode", sizes.rows),
+        generating_key(config, sizes.rows),
         ("prefill", (1, sizes.chunk)),
         *(("sample", variant, sizes.rows) for variant in VARIANTS),
     ]
@@ -155,6 +163,7 @@ def described(
 
     from headrace.checkpoints.quantize import Rounding, quantized_shapes
     from headrace.engine import programs
+    from headrace.engine.drafting import empty_drafting
     from headrace.engine.packed_layout import layout_of
     from headrace.engine.processors import empty_extras
     from headrace.engine.sampling_params import num_top
@@ -172,11 +181,16 @@ def described(
             param_shapes(model), config.param_dtype, Rounding.of(config)
         ),
         kv_cache=kv.cache_shapes(model, **pool, storage=kv.KVStorage.of(config)),
-        logits_BQV=jax.ShapeDtypeStruct((rows, 1, vocab_size), jnp.float32),
+        logits_BQV=jax.ShapeDtypeStruct(
+            (rows, 1 + layout.num_drafts, vocab_size), jnp.float32
+        ),
         slots=jax.eval_shape(lambda: empty_slots(layout)),
         extras=jax.eval_shape(
             lambda: empty_extras(rows, vocab_size, config.max_bad_words)
         ),
+        drafting=jax.eval_shape(lambda: empty_drafting(layout))
+        if layout.num_drafts
+        else None,
     )
     options = {
         "model": build_model(model, config.param_dtype, config.kv_dtype_skip),

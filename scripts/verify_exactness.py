@@ -1,14 +1,16 @@
-"""Proves on your model that company, order, cache and preemption change no bit.
+"""Proves on your model that company, order, cache, preemption, drafts change no bit.
 
     python -m headrace.scripts.verify_exactness invariance
     python -m headrace.scripts.verify_exactness invariance --model=FOLDER
+    python -m headrace.scripts.verify_exactness speculation --speculation=prompt-lookup
 
 Runs random requests alone, then in company, in shuffled order, arriving while others
 run, and with the prefix cache warm, in an engine whose pool is too small for all of
 them, so that some are preempted. Token ids and the bits of every log-probability are
 compared. Exits with 1 on a difference, and also when a condition never came about: no
 cache hit, no preemption, no second chunk, no second decode bucket, no neighbour with
-other sampling parameters, no completions that share a prefill.
+other sampling parameters, no completions that share a prefill. "speculation" compares
+an engine with drafts and one without; it also fails where no draft was accepted.
 """
 
 import dataclasses
@@ -22,6 +24,7 @@ from absl import app, flags
 from headrace.configs.schema import EngineConfig
 from headrace.engine.sampling_params import SamplingParams
 from headrace.scripts import engine_flags
+from headrace.scripts import speculation_trial as trial
 
 FLAGS = flags.FLAGS
 
@@ -188,17 +191,22 @@ def _result(output: Any) -> Result:
     return tokens, bits
 
 
-def tight(engine: EngineConfig, count: int) -> EngineConfig:
-    """The config with a pool for a third of the requests, and host memory for all.
-
-    Sizes that are left open become small: the run should take minutes.
-    """
-    engine = dataclasses.replace(
+def _small(engine: EngineConfig) -> EngineConfig:
+    """The config with small sizes where they are left open."""
+    return dataclasses.replace(
         engine,
         num_slots=engine.num_slots or 16,
         prefill_shapes=engine.prefill_shapes or ((1, 64), (1, 256)),
         max_context_len=engine.max_context_len or 512,
     )
+
+
+def tight(engine: EngineConfig, count: int) -> EngineConfig:
+    """The config with a pool for a third of the requests, and host memory for all.
+
+    Sizes that are left open become small: the run should take minutes.
+    """
+    engine = _small(engine)
     assert engine.max_context_len is not None
     # Never below one request of the whole context, which the engine would refuse.
     pages = -(-engine.max_context_len // engine.page_size)
@@ -233,14 +241,41 @@ def main(argv: list[str]) -> int:
     return engine_flags.exit_code(lambda: verify(argv[1:]))
 
 
+def verify_speculation() -> int:
+    """Builds both engines, one after the other, and compares; the exit code.
+
+    Raises:
+      ValueError: no --speculation.
+    """
+    if FLAGS.speculation is None:
+        raise ValueError("'speculation' needs --speculation, such as prompt-lookup")
+    found = []
+    for change in (trial.without_drafts, lambda config: config):
+        llm = engine_flags.build_llm(lambda engine, c=change: c(_small(engine)))
+        asked = trial.trial_requests(
+            llm.model_config.vocab_size,
+            min(128, llm.engine_config.max_context_len),
+            FLAGS.num_requests,
+            FLAGS.trial_seed,
+        )
+        found.append(trial.run_requests(llm, asked))
+        stats = llm.stats()["speculation"]
+        llm.close()
+    return trial.compare(*found, stats)
+
+
 def verify(words: list[str]) -> int:
     """Builds the engine, runs everything; the exit code.
 
     Raises:
-      ValueError: the words are not "invariance".
+      ValueError: the words say neither "invariance" nor "speculation".
     """
+    if words == ["speculation"]:
+        return verify_speculation()
     if words != ["invariance"]:
-        raise ValueError(f"say what to verify: 'invariance', got {words}")
+        raise ValueError(
+            f"say what to verify: 'invariance' or 'speculation', got {words}"
+        )
     llm = engine_flags.build_llm(lambda engine: tight(engine, FLAGS.num_requests))
     verifier = Verifier(llm, FLAGS.num_requests, FLAGS.trial_seed)
     differences = report(verifier.run_all(), verifier.conditions)

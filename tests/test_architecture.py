@@ -19,10 +19,10 @@ MAY_IMPORT["pallas_kernels"] = {"pallas_kernels"}
 
 # Every other file of engine/ is host side and runs without jax.
 DEVICE_SIDE = {
-    "async_llm", "batch_run", "device_facts", "llm", "logprobs", "loop", "model_runner",
-    "page_moves", "probe", "probe_sampling", "probe_scoring", "processors",
-    "program_store", "programs", "sample_step", "sampler", "scoring", "server",
-    "service", "slots", "start_up", "steps", "thresholds", "warmup",
+    "async_llm", "batch_run", "device_facts", "drafting", "llm", "logprobs", "loop",
+    "model_runner", "page_moves", "pending", "probe", "probe_sampling", "probe_scoring",
+    "processors", "program_store", "programs", "sample_step", "sampler", "scoring",
+    "server", "service", "slots", "start_up", "steps", "thresholds", "warmup",
 }  # fmt: skip
 
 NEEDS_JAX = {"jax", "jaxlib", "flax", "orbax", "chex", "optax"}  # jax comes with each

@@ -52,6 +52,7 @@ class Snapshot:
                 counter = CounterMetricFamily(*self._named(name), labels=_LABEL_NAMES)
                 counter.add_metric(self._labels, value)
                 yield counter
+        yield from self._drafts(self._stats.get("speculation") or {})
         gauges = self._stats["gauges"] | {"saturation": self._saturation()}
         for name, value in gauges.items():
             gauge = GaugeMetricFamily(*self._named(name), labels=_LABEL_NAMES)
@@ -66,6 +67,23 @@ class Snapshot:
 
     def _named(self, name: str) -> tuple[str, str]:
         return f"{self._prefix}:{name}", _HELP.get(name, name.replace("_", " "))
+
+    def _drafts(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
+        """Counters of speculation; none without it."""
+        if not stats:
+            return
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            names = self._named("spec_decode_" + name)
+            counter = CounterMetricFamily(*names, labels=_LABEL_NAMES)
+            counter.add_metric(self._labels, stats[name])
+            yield counter
+        counter = CounterMetricFamily(
+            *self._named("spec_decode_num_accepted_tokens_per_pos"),
+            labels=(*_LABEL_NAMES, "position"),
+        )
+        for place, count in enumerate(stats["num_accepted_tokens_per_pos"]):
+            counter.add_metric((*self._labels, str(place)), count)
+        yield counter
 
     def _finished(self, counts: Mapping[str, int]) -> Metric:
         names = (*_LABEL_NAMES, "finished_reason")

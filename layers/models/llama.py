@@ -7,7 +7,7 @@ prefill alike, and `logits` for the head, which the engine runs on few rows only
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from headrace.configs.schema import ModelConfig
 from headrace.layers import kv_cache as kv
@@ -71,10 +71,20 @@ class Llama(nn.Module):
         hidden_BTD = rms_norm(x_BTD, self.final_norm, c.norm_eps)
         return ModelOutput(hidden_BTD=hidden_BTD), tuple(groups)
 
-    def logits(self, hidden_XD: Float[Array, "*X D"]) -> Float[Array, "*X V"]:
-        """Float32 scores over the vocabulary for normed hidden states."""
+    def logits(
+        self,
+        hidden_XD: Float[Array, "*X D"],
+        query_len_B: Int[Array, " B"] | None = None,
+    ) -> Float[Array, "*X V"]:
+        """Float32 scores over the vocabulary for normed hidden states.
+
+        Args:
+          hidden_XD: any number of leading axes.
+          query_len_B: valid tokens of each row, if they are [B, T, D]; the others'
+            scores need not be computed.
+        """
         head = self.embedding if self.config.tie_embeddings else self.head
-        return linear.matmul(head, hidden_XD, out_dtype=jnp.float32)
+        return linear.matmul(head, hidden_XD, query_len_B, out_dtype=jnp.float32)
 
 
 def param_specs(config: ModelConfig, param_dtype: str = "float32") -> Params:

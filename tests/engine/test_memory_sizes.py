@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.configs import EngineConfig, load_config, parse_config
 from headrace.engine import memory_sizes, page_moves, sizing, steps
+from headrace.engine.drafting import empty_drafting
 from headrace.engine.packed_layout import layout_of
 from headrace.engine.processors import empty_extras
 from headrace.engine.programs import num_mask_words, program_keys, program_name
@@ -77,6 +78,13 @@ def test_state_is_counted_to_the_byte(slots, context, stops, bad_words, page_siz
         )
     )
     assert memory_sizes.state_bytes(model, config) == _nbytes(arrays)
+    drafts = dataclasses.replace(config, speculation="prompt-lookup", num_drafts=5)
+    more = jax.eval_shape(
+        lambda: (
+            jnp.zeros((slots, 5, V), jnp.float32), empty_drafting(layout_of(drafts))
+        )
+    )  # fmt: skip
+    assert memory_sizes.state_bytes(model, drafts) == _nbytes((arrays, more))
 
 
 def test_what_a_step_brings_and_gives_by_hand():
@@ -84,7 +92,7 @@ def test_what_a_step_brings_and_gives_by_hand():
     model, config = _resolved(
         "smollm2_135m", DeviceFacts(platform="cpu", free_bytes=2**34), num_slots=64
     )
-    packed = 4 * (1 + 3 * 64 + 16 * (21 + 8 + 128) + 256)
+    packed = 4 * (1 + 3 * 64 + 16 * (22 + 8 + 128) + 256)
     row = 49152 // 8 + 8 + 12 + 20 * 8
     extras = 4 * (2 * 49152 + 16 * 8 + 7)
     step = packed + 64 * row + 16 * extras

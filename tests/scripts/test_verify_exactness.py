@@ -5,6 +5,7 @@ import json
 import pytest
 from absl.testing import flagsaver
 
+from headrace.scripts import speculation_trial as trial
 from headrace.scripts import verify_exactness as verify
 
 
@@ -53,4 +54,40 @@ def test_condition_that_never_came_about_fails_it(run):
 
 def test_it_has_to_be_said_what_to_verify(run):
     code, _, errors = run("speed")
-    assert code == 1 and "'invariance', got ['speed']" in errors
+    assert code == 1 and "'invariance' or 'speculation', got ['speed']" in errors
+
+
+def test_drafts_change_no_bit_of_random_requests(run):
+    code, facts, _ = run("speculation", speculation="prompt-lookup")
+    assert code == 0 and facts["differences"] == 0
+    assert facts["num_accepted_tokens"] > 0 and facts["requests"] == 16
+
+
+def test_a_draft_believed_without_a_look_fails_it(run, monkeypatch):
+    real = trial.run_requests
+
+    def altered(llm, asked):
+        found = real(llm, asked)
+        if llm.engine_config.speculation:
+            found[3][0][-1] += 1
+        return found
+
+    monkeypatch.setattr(trial, "run_requests", altered)
+    code, facts, _ = run("speculation", speculation="prompt-lookup")
+    assert code == 1 and facts["differences"] == 1
+
+
+def test_drafts_that_are_never_right_show_nothing(capsys):
+    stats = dict(
+        tokens_per_pass=1.0,
+        num_accepted_tokens=0,
+        num_draft_tokens_per_pos=[4],
+        num_accepted_tokens_per_pos=[0],
+    )
+    assert trial.compare([([1], [])], [([1], [])], stats) == 1
+    assert "no draft was accepted" in capsys.readouterr().err
+
+
+def test_speculation_has_to_be_named(run):
+    code, _, errors = run("speculation")
+    assert code == 1 and "needs --speculation" in errors
