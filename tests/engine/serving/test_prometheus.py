@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace import SamplingParams
 from headrace.engine.serving.calls import Call
-from headrace.engine.serving.prometheus import exposition
+from headrace.engine.serving.prometheus import Snapshot, exposition
 from headrace.engine.serving.tenants import ANONYMOUS
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -58,3 +58,30 @@ def test_every_number_of_the_engine_is_there_once(serve, prefix):
     assert samples[f"{prefix}:request_success_total", None, "length"] == 2
     assert samples[f"{prefix}:generation_tokens_total", None, None] == 8
     assert samples[f"{prefix}:time_to_first_token_seconds_count", None, None] == 2
+
+
+def test_speculation_is_counted_under_vllms_names(tiny_llm):
+    drafts = dict(
+        num_drafts=3,
+        num_draft_tokens=8,
+        num_accepted_tokens=5,
+        num_accepted_tokens_per_pos=[3, 2, 0],
+    )
+    stats = tiny_llm.stats() | {"speculation": drafts}
+    found = {
+        (sample.name, sample.labels.get("position")): sample.value
+        for metric in Snapshot(stats, 4, "m", "vllm").collect()
+        for sample in metric.samples
+        if "spec_decode" in sample.name
+    }
+    name = "vllm:spec_decode_num_"
+    assert found == {
+        (name + "drafts_total", None): 3,
+        (name + "draft_tokens_total", None): 8,
+        (name + "accepted_tokens_total", None): 5,
+        (name + "accepted_tokens_per_pos_total", "0"): 3,
+        (name + "accepted_tokens_per_pos_total", "1"): 2,
+        (name + "accepted_tokens_per_pos_total", "2"): 0,
+    }
+    without = Snapshot(tiny_llm.stats(), 4, "m", "vllm").collect()
+    assert not any("spec_decode" in metric.name for metric in without)
