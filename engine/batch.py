@@ -194,7 +194,7 @@ def _pack_row(
 
 
 def _max_drafts(request: Request, layout: PackedLayout) -> int:
-    """None where the host has to see each token before the next."""
+    """No drafts where the host has to see each token before the next."""
     params = request.params
     waits = params.structured_outputs is not None or params.wants_logits
     return 0 if waits else layout.num_drafts

@@ -1,7 +1,7 @@
 """Drafts of a step's next tokens, by the text so far: prompt lookup.
 
 What followed the last few tokens where they stood before is drafted again; one pass of
-the target then tells how much of it is right (steps.verify_forward, sample_step). A
+the target then tells how much of it is right (steps.decode_forward, sample_step). A
 draft costs no weights, and a wrong one changes no token. All of it runs on the device,
 since the host lacks the tokens of the step before when it dispatches the next.
 """
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.request import Request
-from headrace.engine.slots import SlotState, apply_packed
+from headrace.engine.slots import SlotState, decoding_rows
 
 # Tokens that must have stood before, at most; the more the better.
 LONGEST_MATCH = 3
@@ -93,9 +93,7 @@ def propose(
       layout: where the fields of `packed` lie.
       bucket: rows of the decode call.
     """
-    slots, fresh_B = apply_packed(slots, packed, layout)
-    rows = jax.tree.map(lambda leaf: leaf[:bucket], slots)
-    decodes_B = rows.active_B & ~fresh_B[:bucket]
+    rows, decodes_B = decoding_rows(slots, packed, layout, bucket)
     # One of the tokens that are left is the target's own.
     most_B = jnp.minimum(rows.max_drafts_B, rows.remaining_B - 1)
     history_BL = drafting.history_BL[rows.extra_row_B]

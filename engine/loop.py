@@ -234,7 +234,7 @@ class EngineLoop:
     ) -> list[Request]:
         """Reads a step and books its tokens."""
         result = self._runner.read_step()
-        self.meter.count_begun(schedule, result)
+        self.meter.count_read(schedule, result)
         updated: list[Request] = []
         for part in (result, *result.later):
             updated += self._take_in_place(schedule, part)

@@ -91,7 +91,7 @@ class Meter:
             "speculation": self.drafts.snapshot(),
         }
 
-    def count_begun(self, schedule: Schedule, result: StepResult) -> None:
+    def count_read(self, schedule: Schedule, result: StepResult) -> None:
         """A step was read: books its drafts, and requests whose first step it is."""
         self.drafts.on_step(schedule, result)
         begun: list[PrefillChunk | Fork] = [*schedule.prefill, *schedule.forks]

@@ -157,12 +157,10 @@ def describe(
         return Program(propose, args, (0,), operands.drafting)
     args = (operands.params, cache, logits_BQV, operands.slots, packed)
     common = {"model": model, "layout": layout}
-    if kind == "decode":
+    if kind in ("decode", "verify"):
         decode = functools.partial(steps.decode_forward, bucket=key[1], **common)
+        args = (*args, operands.drafting) if kind == "verify" else args
         return Program(decode, args, (1, 2), (cache, logits_BQV))
-    if kind == "verify":
-        verify = functools.partial(steps.verify_forward, bucket=key[1], **common)
-        return Program(verify, (*args, operands.drafting), (1, 2), (cache, logits_BQV))
     common["shape"] = key[1]
     if kind == "prefill":
         prefill = functools.partial(steps.prefill_forward, **common)

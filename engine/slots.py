@@ -148,6 +148,15 @@ def apply_packed(
     return changed, fresh_B
 
 
+def decoding_rows(
+    slots: SlotState, packed: Int[Array, " W"], layout: PackedLayout, bucket: int
+) -> tuple[SlotState, Bool[Array, " bucket"]]:
+    """The first rows after a step's changes, and which of them decode in it."""
+    slots, fresh_B = apply_packed(slots, packed, layout)
+    rows = jax.tree.map(lambda leaf: leaf[:bucket], slots)
+    return rows, rows.active_B & ~fresh_B[:bucket]
+
+
 def _grown(
     table_BM: Int[Array, "B M"], new_page_B: Int[Array, " B"]
 ) -> Int[Array, "B M"]:

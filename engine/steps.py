@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from headrace.engine.drafting import Drafting
 from headrace.engine.logprobs import TokenScores, token_scores
 from headrace.engine.packed_layout import PackedLayout
-from headrace.engine.slots import SlotState, apply_packed
+from headrace.engine.slots import SlotState, decoding_rows
 from headrace.layers.inputs import KVCache, ModelInputs, Params
 from headrace.layers.linear import rows_up_to
 
@@ -33,12 +33,16 @@ def decode_forward(
     logits_BQV: Float[Array, "B Q V"],
     slots: SlotState,
     packed: Int[Array, " W"],
+    drafting: Drafting | None = None,
     *,
     model: Any,
     layout: PackedLayout,
     bucket: int,
 ) -> ForwardResult:
-    """One token for each active slot below `bucket`.
+    """The last token of each active slot below `bucket`, and its drafts, in one pass.
+
+    Keys and values of drafts that turn out wrong lie beyond the row's position; the
+    next step writes over them before anybody reads them.
 
     Args:
       params: the model's nested dict.
@@ -47,71 +51,31 @@ def decode_forward(
         after, and no row outlives its step.
       slots: state before this step's changes.
       packed: this step's changes.
+      drafting: this step's drafts, where Q > 1.
       model: the Linen module.
       layout: where the fields of `packed` lie.
       bucket: rows of this program.
     """
-    slots, fresh_B = apply_packed(slots, packed, layout)
-    rows = jax.tree.map(lambda leaf: leaf[:bucket], slots)
-    decodes_B = rows.active_B & ~fresh_B[:bucket]
-    inputs = ModelInputs(
-        tokens_BT=jnp.where(decodes_B, rows.last_token_B, 0)[:, None],
-        positions_BT=jnp.where(decodes_B, rows.position_B, 0)[:, None],
-        query_len_B=decodes_B.astype(jnp.int32),
-        context_len_B=jnp.where(decodes_B, rows.position_B + 1, 0),
-        page_tables=(rows.page_table_BM,) * len(kv_cache),
-    )
-    with rows_up_to(layout.num_slots):
-        output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
-        hidden_BD = output.hidden_BTD[:, 0]
-        new_BV = model.apply({"params": params}, hidden_BD, method="logits")
-    return kv_cache, logits_BQV.at[:bucket, 0].set(new_BV)
-
-
-def verify_forward(
-    params: Params,
-    kv_cache: KVCache,
-    logits_BQV: Float[Array, "B Q V"],
-    slots: SlotState,
-    packed: Int[Array, " W"],
-    drafting: Drafting,
-    *,
-    model: Any,
-    layout: PackedLayout,
-    bucket: int,
-) -> ForwardResult:
-    """The last token and the drafts of each active slot below `bucket`, in one pass.
-
-    Keys and values of drafts that turn out wrong lie beyond the row's position; the
-    next step writes over them before anybody reads them.
-
-    Args:
-      params, kv_cache, logits_BQV, slots, packed, model, layout, bucket: see
-        `decode_forward`.
-      drafting: this step's drafts.
-    """
-    slots, fresh_B = apply_packed(slots, packed, layout)
-    rows = jax.tree.map(lambda leaf: leaf[:bucket], slots)
-    decodes_B = rows.active_B & ~fresh_B[:bucket]
-    drafts_BK = jnp.where(decodes_B[:, None], drafting.drafts_BK[:bucket], -1)
-    tokens_BQ = jnp.concatenate([rows.last_token_B[:, None], drafts_BK], axis=1)
-    length_B = jnp.where(decodes_B, 1 + jnp.sum(drafts_BK >= 0, axis=1), 0)
+    rows, decodes_B = decoding_rows(slots, packed, layout, bucket)
+    tokens_BQ = rows.last_token_B[:, None]
+    length_B = decodes_B.astype(jnp.int32)
+    if drafting is not None:
+        drafts_BK = jnp.where(decodes_B[:, None], drafting.drafts_BK[:bucket], -1)
+        tokens_BQ = jnp.concatenate([tokens_BQ, drafts_BK], axis=1)
+        length_B += jnp.sum(drafts_BK >= 0, axis=1)
     order_Q = jnp.arange(tokens_BQ.shape[1], dtype=jnp.int32)
     is_valid_BQ = order_Q < length_B[:, None]
     inputs = ModelInputs(
         tokens_BT=jnp.where(is_valid_BQ, tokens_BQ, 0),
         positions_BT=jnp.where(is_valid_BQ, rows.position_B[:, None] + order_Q, 0),
-        query_len_B=length_B.astype(jnp.int32),
+        query_len_B=length_B,
         context_len_B=jnp.where(decodes_B, rows.position_B + length_B, 0),
         page_tables=(rows.page_table_BM,) * len(kv_cache),
     )
-    with rows_up_to(layout.num_slots * (layout.num_drafts + 1)):
+    with rows_up_to(layout.num_slots * tokens_BQ.shape[1]):
         output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
         new_BQV = model.apply(
-            {"params": params},
-            output.hidden_BTD,
-            inputs.query_len_B,
-            method="logits",
+            {"params": params}, output.hidden_BTD, length_B, method="logits"
         )
     return kv_cache, logits_BQV.at[:bucket].set(new_BQV)
 

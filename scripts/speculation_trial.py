@@ -1,10 +1,9 @@
 """The part of verify_exactness that compares an engine with drafts and one without.
 
-Prompts repeat themselves, or are what the model wrote before, so that drafts are
-accepted; half of the requests are greedy, half sampled with random parameters.
+Most prompts repeat themselves, so that drafts are accepted; half of the requests are
+greedy, half sampled with random parameters.
 """
 
-import dataclasses
 import json
 import sys
 from typing import Any
@@ -14,7 +13,9 @@ import numpy as np
 from headrace.engine.sampling_params import SamplingParams
 
 _LONGEST = 64
-Found = tuple[list[int], list[list[tuple[int, str]]]]
+
+# What a request gave: its tokens, and the bits of its log-probabilities.
+Result = tuple[list[int], list[list[tuple[int, str]]]]
 
 
 def trial_requests(
@@ -54,24 +55,30 @@ def trial_requests(
 
 def run_requests(
     llm: Any, asked: list[tuple[list[int], SamplingParams]]
-) -> list[Found]:
+) -> list[Result]:
     """All of them together: token ids, and the bits of each log-probability."""
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]
     outputs = llm.generate(prompts, [params for _, params in asked], use_tqdm=False)
-    found = []
     for output in outputs:
-        (one,) = output.outputs
-        if one.finish_reason == "error":
-            raise ValueError(f"a request failed: {output.error or one.finish_reason}")
-        bits = [
+        if output.outputs[0].finish_reason == "error":
+            raise ValueError(f"a request failed: {output.error}")
+    return [result_of(output) for output in outputs]
+
+
+def result_of(output: Any) -> Result:
+    """Tokens and bits of all completions, one after the other."""
+    tokens: list[int] = []
+    bits = []
+    for completion in output.outputs:
+        tokens += completion.token_ids
+        bits += [
             [(token_id, float(entry.logprob).hex()) for token_id, entry in step.items()]
-            for step in one.logprobs
+            for step in completion.logprobs
         ]
-        found.append((list(one.token_ids), bits))
-    return found
+    return tokens, bits
 
 
-def compare(plain: list[Found], drafted: list[Found], stats: dict[str, Any]) -> int:
+def compare(plain: list[Result], drafted: list[Result], stats: dict[str, Any]) -> int:
     """Prints the table and a JSON line; the exit code.
 
     Args:
@@ -96,8 +103,3 @@ def compare(plain: list[Found], drafted: list[Found], stats: dict[str, Any]) -> 
         print("error: no draft was accepted: nothing is shown", file=sys.stderr)
         return 1
     return 1 if tokens or bits else 0
-
-
-def without_drafts(config: Any) -> Any:
-    """The engine config that decodes token by token."""
-    return dataclasses.replace(config, speculation=None)

@@ -25,6 +25,7 @@ from headrace.configs.schema import EngineConfig
 from headrace.engine.sampling_params import SamplingParams
 from headrace.scripts import engine_flags
 from headrace.scripts import speculation_trial as trial
+from headrace.scripts.speculation_trial import Result, result_of
 
 FLAGS = flags.FLAGS
 
@@ -34,9 +35,6 @@ flags.DEFINE_integer("trial_seed", 0, "Seed of prompts, parameters and orders.")
 SHARED_PAGES, MAX_OUTPUT = 2, 48
 # For preempted requests, where --host_kv_bytes says nothing.
 HOST_KV_BYTES = 2**31
-
-# What a request gave: its tokens, and the bits of its log-probabilities.
-Result = tuple[list[int], list[list[tuple[int, str]]]]
 
 
 @dataclasses.dataclass
@@ -129,7 +127,7 @@ class Verifier:
             self._loop.turn()
             turns += 1
         self._loop.drop(*states.values())
-        return {i: _result(state.output()) for i, state in states.items()}
+        return {i: result_of(state.output()) for i, state in states.items()}
 
     def _listed(self, results: dict[int, Result]) -> list[Result]:
         return [results[i] for i in range(len(results))]
@@ -176,19 +174,6 @@ class Verifier:
             return step
 
         scheduler.schedule = watched
-
-
-def _result(output: Any) -> Result:
-    """Tokens and bits of all completions, one after the other."""
-    tokens: list[int] = []
-    bits = []
-    for completion in output.outputs:
-        tokens += completion.token_ids
-        bits += [
-            [(token_id, float(entry.logprob).hex()) for token_id, entry in step.items()]
-            for step in completion.logprobs
-        ]
-    return tokens, bits
 
 
 def _small(engine: EngineConfig) -> EngineConfig:
@@ -250,8 +235,12 @@ def verify_speculation() -> int:
     if FLAGS.speculation is None:
         raise ValueError("'speculation' needs --speculation, such as prompt-lookup")
     found = []
-    for change in (trial.without_drafts, lambda config: config):
-        llm = engine_flags.build_llm(lambda engine, c=change: c(_small(engine)))
+    for proposer in (None, FLAGS.speculation):
+        llm = engine_flags.build_llm(
+            lambda engine, p=proposer: dataclasses.replace(
+                _small(engine), speculation=p
+            )
+        )
         asked = trial.trial_requests(
             llm.model_config.vocab_size,
             min(128, llm.engine_config.max_context_len),

@@ -167,7 +167,7 @@ def test_the_plan_counts_what_programs_with_drafts_take(engines):
         entry.role for entry in llm.ledger.entries.values()
     }
     letters = {
-        llm.ledger.entries[f"{name}"].bit_class
+        llm.ledger.entries[name].bit_class
         for name in llm.ledger.entries
         if name.startswith(("verify", "prefill"))
     }

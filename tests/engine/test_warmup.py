@@ -33,7 +33,7 @@ class ElementwiseModel:
 
     def apply(self, variables, *args, method=None):
         if method == "logits":
-            (hidden,) = args
+            hidden, *_ = args
             vocab = jnp.arange(variables["params"]["embedding"].shape[0])
             if self.odd_scores and hidden.shape[0] == SCORE_ROWS:
                 hidden = hidden * (1 + 1e-6)

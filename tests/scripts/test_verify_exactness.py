@@ -33,7 +33,7 @@ def test_all_conditions_come_about_and_no_bit_differs(run):
 
 
 def test_one_changed_bit_fails_it(run, monkeypatch):
-    real = verify._result
+    real = verify.result_of
 
     def nudged(output):
         tokens, bits = real(output)
@@ -41,7 +41,7 @@ def test_one_changed_bit_fails_it(run, monkeypatch):
             bits[-1][0] = (bits[-1][0][0], "0x0p+0")
         return tokens, bits
 
-    monkeypatch.setattr(verify, "_result", nudged)
+    monkeypatch.setattr(verify, "result_of", nudged)
     code, facts, _ = run("invariance")
     assert code == 1 and facts["differences"] == 1
 
