@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from headrace import LLM, EngineConfig, SamplingParams
 from headrace.engine import memory_sizes
-from headrace.engine.drafting import LONGEST_MATCH, look_up
+from headrace.engine.drafting import (
+    LONGEST_MATCH,
+    empty_drafting,
+    look_up,
+    propose,
+)
 from headrace.engine.programs import program_name
+from headrace.engine.slots import empty_slots
 from headrace.engine.structured_params import StructuredOutputsParams
 
 KINDS = [
@@ -172,6 +178,22 @@ def test_the_plan_counts_what_programs_with_drafts_take(engines):
         if name.startswith(("verify", "prefill"))
     }
     assert letters == {"A"}
+
+
+def test_no_draft_lies_beyond_what_a_row_may_take(engines):
+    layout = engines[1]._runner.layout
+    K, rows = layout.num_drafts, jnp.arange(layout.num_slots)
+    slots = dataclasses.replace(
+        empty_slots(layout),
+        active_B=rows != 5,
+        position_B=jnp.full_like(rows, 20),
+        remaining_B=jnp.maximum(1, rows),
+        max_drafts_B=jnp.where(rows == 7, 1, K),
+    )
+    packed = jnp.asarray(layout.unchanged(does_decode=True))
+    drafting = propose(empty_drafting(layout), slots, packed, layout=layout, bucket=8)
+    counts = (drafting.drafts_BK >= 0).sum(axis=1).tolist()
+    assert counts == [0, 0, 1, 2, 3, 0, 3, 1, *[0] * (layout.num_slots - 8)]
 
 
 def brute(history, position, count):

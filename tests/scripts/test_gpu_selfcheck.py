@@ -111,6 +111,29 @@ def test_a_quantized_product_that_is_wrong_by_5_percent_fails(
     assert part.num_failed == num_failed
 
 
+def test_a_quantized_product_whose_bits_follow_the_rows_fails(monkeypatch, capsys):
+    real = selfcheck_quantized.product
+
+    def planted(implementation, most_rows, is_smoke):
+        multiply = real("xla", most_rows, is_smoke)
+
+        def product(*args):
+            out_RO = multiply(*args)
+            least = abs(out_RO[0]).argmin()  # too little for the truth to notice
+            factor = 1.02 if implementation == "mosaic_gpu" and len(out_RO) == 3 else 1
+            return out_RO.at[0, least].multiply(factor)
+
+        return product
+
+    monkeypatch.setattr(selfcheck_quantized, "product", planted)
+    monkeypatch.delitem(selfcheck_quantized.SCHEMES, "fp8")
+    part = Part("quantized", lambda record: None)
+    selfcheck_quantized.quantized(part, Setup(is_smoke=True, seed=3))
+    failed = [line for line in capsys.readouterr().out.splitlines() if "FAIL" in line]
+    assert part.num_failed == len(failed) > 0
+    assert all("bits of a row" in line for line in failed)
+
+
 def test_goals_of_quantized_products_fall_with_the_rows():
     rows = (1, 8, 16, 64, 128, 256)
     goals = [selfcheck_quantized.goal("int4-g128", n) for n in rows]
