@@ -1,4 +1,4 @@
-"""Plain, checked data that describes a model and an engine.
+"""Plain, checked data that describes an engine; a model's is in model_config.py.
 
 Frozen dataclasses, keyword only. They reject unknown keys by name and check every
 range when built, so that nothing below them has to. Imports nothing of ours and no
@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from headrace.configs.checks import check_choice, check_int, check_range, check_tuple
+from headrace.configs.drafts import MAX_DRAFTS, Acceptance, DraftShapes, parse_draft
 from headrace.configs.kv_types import KV_8BIT, KVDtype
 from headrace.configs.mapping import FromMapping
+from headrace.configs.model_config import ModelConfig as ModelConfig
+from headrace.configs.model_config import RopeScaling as RopeScaling
 from headrace.configs.quantization import parse_scheme
 
 Numerics = Literal["invariant", "fast"]
-Proposer = Literal["prompt-lookup"]
-MAX_DRAFTS = 7  # a decode kernel takes 8 query tokens a row
 Policy = Literal["fcfs", "priority", "fair", "static"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -25,90 +26,6 @@ KEY_BLOCK = 128
 """Keys per block of the XLA attention; pages divide it (DESIGN: fixed blocks)."""
 
 PAGE_SIZES = (16, 32, 64)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling(FromMapping):
-    """Llama-3 stretching of the rotary wavelengths.
-
-    Source: Llama 3.1 model card, `rope_type: llama3` in its config.json.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context_len: int
-
-    def __post_init__(self) -> None:
-        check_range("factor", self.factor, 1.0)
-        check_range("low_freq_factor", self.low_freq_factor, 1e-6)
-        check_range("high_freq_factor", self.high_freq_factor, 1e-6)
-        if not self.high_freq_factor > self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor must exceed low_freq_factor "
-                f"{self.low_freq_factor}, got {self.high_freq_factor}"
-            )
-        check_int("original_context_len", self.original_context_len, 1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(FromMapping):
-    """Shapes and constants of one decoder-only model (axis letters: WORKSPACE.md).
-
-    `context_len` is the longest request, prompt and output together, in tokens.
-    `stop_ids` end a request unless it ignores them (all end-of-turn ids).
-    """
-
-    family: Literal["llama"] = "llama"
-    num_layers: int
-    model_dim: int  # D
-    ffw_dim: int  # F
-    num_heads: int  # N
-    num_kv_heads: int  # K
-    head_dim: int  # H
-    vocab_size: int  # V
-    context_len: int
-    rope_base: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-    bos_id: int | None = None
-    stop_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_choice("family", self.family, ("llama",))
-        for name in (
-            "num_layers", "model_dim", "ffw_dim", "num_heads", "num_kv_heads",
-            "head_dim", "vocab_size", "context_len",
-        ):  # fmt: skip
-            check_int(name, getattr(self, name), 1)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, "
-                f"got {self.num_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {self.head_dim}")
-        check_range("rope_base", self.rope_base, 1.0)
-        check_range("norm_eps", self.norm_eps, 0.0, 1.0)
-        check_choice("tie_embeddings", self.tie_embeddings, (True, False))
-        if isinstance(self.rope_scaling, Mapping):
-            scaling = RopeScaling.from_mapping(self.rope_scaling)
-            object.__setattr__(self, "rope_scaling", scaling)
-        if self.bos_id is not None:
-            check_int("bos_id", self.bos_id, 0, self.vocab_size - 1)
-        check_tuple("stop_ids", self.stop_ids)
-        for token_id in self.stop_ids:
-            check_int("stop_ids", token_id, 0, self.vocab_size - 1)
-
-    @property
-    def group_size(self) -> int:
-        """G, query heads that share one kv head."""
-        return self.num_heads // self.num_kv_heads
-
-    def to_mapping(self) -> dict[str, Any]:
-        """JSON-ready inverse of `from_mapping`."""
-        return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,9 +59,16 @@ class EngineConfig(FromMapping):
         "int8" (configs/quantization.py); None leaves them as they come.
       quantization_skip: parameters that are not, as patterns such as "layer_0/*".
       keep_packed: keep a GGUF file's tensors in as many bits, where that is exact.
-      speculation: who drafts tokens that one pass then verifies: "prompt-lookup" (what
-        followed the last words before); None decodes token by token.
+      draft: who drafts tokens that one pass then verifies: "prompt-lookup" (what
+        followed the last words before), the name of a model, or others, see
+        `drafts.parse_draft`; None decodes token by token.
       num_drafts: most drafts per request and pass.
+      acceptance: "exact" takes a draft that is the token which the target samples, so
+        that drafts change no token; "rejection" takes more, and keeps only the
+        distribution (Leviathan et al. 2023).
+      adapts_drafts: drafts only while that is faster, by the times measured at start
+        and the share of drafts that were right.
+      draft_shapes: of what `draft` names, set when that is loaded.
       prefill_calls_per_decode: prefill calls that may run in a row while decode
         waits; 1 lets decode run in every step.
       policy: who gets a slot next: "fcfs", "priority" (lower first), "fair" (the
@@ -184,8 +108,11 @@ class EngineConfig(FromMapping):
     quantization: str | None = None
     quantization_skip: tuple[str, ...] = ("embedding", "head")
     keep_packed: bool = False
-    speculation: Proposer | None = None
+    draft: str | None = None
     num_drafts: int = 3
+    acceptance: Acceptance = "exact"
+    adapts_drafts: bool = True
+    draft_shapes: DraftShapes | None = None
     prefill_calls_per_decode: int = 8
     policy: Policy = "fcfs"
     ageing_s: float = 10.0
@@ -219,9 +146,7 @@ class EngineConfig(FromMapping):
         check_int("max_bad_words", self.max_bad_words, 1, 256)
         check_int("max_grammar_len", self.max_grammar_len, 1, 2**31 - 1)
         check_int("max_stop_ids", self.max_stop_ids, 1, 64)
-        if self.speculation is not None:
-            check_choice("speculation", self.speculation, typing.get_args(Proposer))
-        check_int("num_drafts", self.num_drafts, 1, MAX_DRAFTS)
+        self._check_drafts()
         check_int("compile_threads", self.compile_threads, 1)
         check_int("prefill_calls_per_decode", self.prefill_calls_per_decode, 1)
         for name, kinds in (("param_dtype", Dtype), ("kv_dtype", KVDtype)):
@@ -249,7 +174,23 @@ class EngineConfig(FromMapping):
     @property
     def drafts_per_pass(self) -> int:
         """Drafts that a decode step can verify per row; 0 without speculation."""
-        return self.num_drafts if self.speculation is not None else 0
+        return self.num_drafts if self.draft is not None else 0
+
+    def _check_drafts(self) -> None:
+        check_choice("acceptance", self.acceptance, typing.get_args(Acceptance))
+        check_choice("adapts_drafts", self.adapts_drafts, (False, True))
+        check_int("num_drafts", self.num_drafts, 1, MAX_DRAFTS)
+        if self.draft is not None:
+            parse_draft(self.draft)
+            room = self.max_context_len
+            if room is not None and self.num_drafts > room - 2:
+                raise ValueError(
+                    f"num_drafts must leave room for a prompt and a token in "
+                    f"max_context_len {room}, got {self.num_drafts}"
+                )
+        if isinstance(self.draft_shapes, Mapping):
+            shapes = DraftShapes.from_mapping(self.draft_shapes)
+            object.__setattr__(self, "draft_shapes", shapes)
 
     def _check_buckets(self) -> None:
         sizes = self.decode_batch_sizes

@@ -34,6 +34,7 @@ class StepPlan:
       extras: requests whose row of counts and biases is written before the sample
         call, and which row.
       decode_bucket: rows of the decode call, None where nothing decodes.
+      does_draft: the decode call verifies drafts.
       prefill_shape: (rows, tokens) of the prefill call, None where there is none.
       sample_bucket: rows of the sample call, which always runs.
       variant: the cheapest sample variant that serves every row.
@@ -49,6 +50,7 @@ class StepPlan:
     histories: tuple[tuple[Request, int], ...] = ()
     extras: tuple[tuple[Request, int], ...] = ()
     decode_bucket: int | None
+    does_draft: bool = False
     prefill_shape: tuple[int, int] | None
     sample_bucket: int
     variant: SampleVariant
@@ -58,7 +60,11 @@ class StepPlan:
 
 
 def plan_step(
-    schedule: Schedule, config: EngineConfig, layout: PackedLayout
+    schedule: Schedule,
+    config: EngineConfig,
+    layout: PackedLayout,
+    *,
+    does_draft: bool = False,
 ) -> StepPlan:
     """Chooses buckets and packs what the device needs to know.
 
@@ -66,8 +72,10 @@ def plan_step(
       schedule: rows of this step, with their slots as they are after its moves.
       config: resolved; its buckets are those that the runner uses.
       layout: where the fields of the packed array lie.
+      does_draft: if anything decodes, it does with drafts.
     """
-    packed = layout.unchanged(does_decode=bool(schedule.decode))
+    does_draft &= bool(schedule.decode)
+    packed = layout.unchanged(does_decode=bool(schedule.decode), does_draft=does_draft)
     if schedule.slot_sources is not None:
         layout.source(packed)[:] = schedule.slot_sources
     for slot in schedule.released:
@@ -103,6 +111,7 @@ def plan_step(
         decode_bucket=(
             pick_decode_bucket(sizes, schedule.num_rows) if schedule.decode else None
         ),
+        does_draft=does_draft,
         prefill_shape=shape,
         sample_bucket=pick_decode_bucket(sizes, sampled_rows),
         variant=schedule.needs.variant,

@@ -1,47 +1,134 @@
-"""Drafts of a step's next tokens, by the text so far: prompt lookup.
+"""What drafting keeps on the device, and what a proposer is.
 
-What followed the last few tokens where they stood before is drafted again; one pass of
-the target then tells how much of it is right (steps.decode_forward, sample_step). A
-draft costs no weights, and a wrong one changes no token. All of it runs on the device,
-since the host lacks the tokens of the step before when it dispatches the next.
+A proposer drafts a step's next tokens; one pass of the target then tells how much of it
+is right (steps.decode_forward, sample_step). A wrong draft changes no token. All of it
+runs on the device, since the host lacks the tokens of the step before when it
+dispatches the next. proposers.py says which there are.
 """
 
 import dataclasses
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from headrace.engine.packed_layout import PackedLayout
+from headrace.engine.processors import Extras
 from headrace.engine.request import Request
-from headrace.engine.slots import SlotState, decoding_rows
+from headrace.engine.slots import SlotState
+from headrace.layers.inputs import KVCache, ModelOutput, Params
 
-# Tokens that must have stood before, at most; the more the better.
-LONGEST_MATCH = 3
+# The name of a proposer's own parameters among those of its target.
+DRAFT = "draft"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """What drafting keeps between steps.
+    """What drafting keeps between steps; a slot's row is `SlotState.extra_row_B`.
 
     Attributes:
-      history_BL: tokens by position, prompt and output; a slot's row is
-        `SlotState.extra_row_B`.
       drafts_BK: by slot, the drafts of this step in order, -1 where there is none.
+      history_BL: tokens by position, prompt and output.
+      is_ready_B: the proposer's own pages hold the row's whole text.
+      num_new_B: tokens that the last step gave the row; 0 where nothing of it is known.
+      hidden_BQD: of the target where it gave these tokens, if the proposer reads it.
+      weights_BKV: logarithms of how likely the proposer found each token, up to a
+        constant, where drafts are accepted by rejection sampling.
     """
 
-    history_BL: Int[Array, "B L"]
     drafts_BK: Int[Array, "B K"]
+    history_BL: Int[Array, "B L"]
+    is_ready_B: Bool[Array, " B"]
+    num_new_B: Int[Array, " B"]
+    hidden_BQD: Float[Array, "B Q D"] | None = None
+    weights_BKV: Float[Array, "B K V"] | None = None
 
 
-def empty_drafting(layout: PackedLayout) -> Drafting:
-    """No tokens and no drafts."""
+class Proposer(Protocol):
+    """Pure functions over a proposer's weights, the engine's pages and a `Drafting`.
+
+    None of them changes what the target computes: they write pages of their own, or
+    those of the target beyond its last token, which its own pass writes again.
+    """
+
+    def propose(
+        self,
+        params: Params,
+        kv_cache: KVCache,
+        drafting: Drafting,
+        slots: SlotState,
+        packed: Int[Array, " W"],
+        extras: Extras,
+        *,
+        layout: PackedLayout,
+        bucket: int,
+    ) -> tuple[KVCache, Drafting]:
+        """Drafts for the rows that decode in this step.
+
+        Args:
+          params: the target's, with the proposer's own as `DRAFT`.
+          kv_cache: donated; the target's groups, then the proposer's.
+          drafting: donated; with the tokens of all steps before.
+          slots: state before this step's changes.
+          packed: this step's changes.
+          extras: counts and biases of the rows.
+          layout: where the fields of `packed` lie.
+          bucket: rows of the decode call.
+        """
+
+    def after_fill(
+        self,
+        params: Params,
+        kv_cache: KVCache,
+        drafting: Drafting,
+        slots: SlotState,
+        packed: Int[Array, " W"],
+        output: ModelOutput,
+        *,
+        layout: PackedLayout,
+        shape: tuple[int, int],
+    ) -> tuple[KVCache, Drafting]:
+        """Takes in a prefill call's chunks; arguments as for `propose`.
+
+        Args:
+          output: of the target, [R, T, D].
+          shape: (R, T) of the call.
+        """
+
+    def after_decode(
+        self, drafting: Drafting, rows: SlotState, output: ModelOutput
+    ) -> Drafting:
+        """Takes in what the target gave [B, Q, D] for the rows of a decode bucket."""
+
+
+def empty_drafting(
+    layout: PackedLayout,
+    *,
+    hidden: jax.ShapeDtypeStruct | None = None,
+    weights: jax.ShapeDtypeStruct | None = None,
+) -> Drafting:
+    """No tokens and no drafts.
+
+    Args:
+      layout: of the engine.
+      hidden: shape of `hidden_BQD`, where it is kept.
+      weights: likewise of `weights_BKV`.
+    """
     B = layout.num_slots
+
+    def zeros(like: jax.ShapeDtypeStruct | None) -> Array | None:
+        return None if like is None else jnp.zeros(like.shape, like.dtype)
+
     return Drafting(
-        history_BL=jnp.zeros((B, layout.max_context_len), jnp.int32),
         drafts_BK=jnp.full((B, layout.num_drafts), -1, jnp.int32),
+        history_BL=jnp.zeros((B, layout.max_context_len), jnp.int32),
+        is_ready_B=jnp.zeros(B, bool),
+        num_new_B=jnp.zeros(B, jnp.int32),
+        hidden_BQD=zeros(hidden),
+        weights_BKV=zeros(weights),
     )
 
 
@@ -56,9 +143,13 @@ def history_of(request: Request, layout: PackedLayout) -> np.ndarray:
 def set_history(
     drafting: Drafting, row: Int[Array, ""], tokens_L: Int[Array, " L"]
 ) -> Drafting:
-    """The state (donated) with one row's tokens replaced."""
-    history_BL = drafting.history_BL.at[row].set(tokens_L)
-    return dataclasses.replace(drafting, history_BL=history_BL)
+    """The state (donated) for a row's new request, whose prompt is in the pages."""
+    return dataclasses.replace(
+        drafting,
+        history_BL=drafting.history_BL.at[row].set(tokens_L),
+        is_ready_B=drafting.is_ready_B.at[row].set(True),
+        num_new_B=drafting.num_new_B.at[row].set(0),
+    )
 
 
 def add_tokens(
@@ -70,74 +161,64 @@ def add_tokens(
     """The state (donated) after live rows have sampled tokens for `position_B` + 1."""
     L = drafting.history_BL.shape[1]
     place_B = jnp.where(live_B, rows.position_B + 1, L)
-    history_BL = drafting.history_BL.at[rows.extra_row_B, place_B].set(
-        token_B, mode="drop"
+    return dataclasses.replace(
+        drafting,
+        history_BL=drafting.history_BL.at[rows.extra_row_B, place_B].set(
+            token_B, mode="drop"
+        ),
+        num_new_B=drafting.num_new_B.at[rows.extra_row_B].add(live_B),
     )
-    return dataclasses.replace(drafting, history_BL=history_BL)
 
 
-def propose(
+def begin_step(
     drafting: Drafting,
-    slots: SlotState,
-    packed: Int[Array, " W"],
-    *,
-    layout: PackedLayout,
-    bucket: int,
+    rows: SlotState,
+    live_B: Bool[Array, " B"],
+    is_followed_B: Bool[Array, " B"],
 ) -> Drafting:
-    """The state (donated) with drafts for the rows that decode in this step.
+    """The state (donated) before a step's tokens.
 
     Args:
-      drafting: with the tokens of all steps before.
-      slots: state before this step's changes.
-      packed: this step's changes.
-      layout: where the fields of `packed` lie.
-      bucket: rows of the decode call.
+      drafting: of the steps before.
+      rows: of the sample bucket.
+      live_B: who samples.
+      is_followed_B: whose new tokens the proposer has taken in, or will.
     """
-    rows, decodes_B = decoding_rows(slots, packed, layout, bucket)
+    row_B = jnp.where(live_B, rows.extra_row_B, drafting.num_new_B.shape[0])
+    is_ready_B = drafting.is_ready_B[rows.extra_row_B] & is_followed_B
+    return dataclasses.replace(
+        drafting,
+        num_new_B=drafting.num_new_B.at[row_B].set(0, mode="drop"),
+        is_ready_B=drafting.is_ready_B.at[row_B].set(is_ready_B, mode="drop"),
+    )
+
+
+def most_drafts(rows: SlotState, decodes_B: Bool[Array, " B"]) -> Int[Array, " B"]:
+    """Drafts that each row may take in this step."""
     # One of the tokens that are left is the target's own.
     most_B = jnp.minimum(rows.max_drafts_B, rows.remaining_B - 1)
-    history_BL = drafting.history_BL[rows.extra_row_B]
-    found_BK, has_match_B = look_up(history_BL, rows.position_B, layout.num_drafts)
-    order_K = jnp.arange(layout.num_drafts, dtype=jnp.int32)
-    is_draft_BK = (decodes_B & has_match_B)[:, None] & (order_K < most_B[:, None])
-    drafts_BK = jnp.full_like(drafting.drafts_BK, -1)
-    drafts_BK = drafts_BK.at[:bucket].set(jnp.where(is_draft_BK, found_BK, -1))
-    return dataclasses.replace(drafting, drafts_BK=drafts_BK)
+    return jnp.where(decodes_B, most_B, 0)
 
 
-def look_up(
-    history_BL: Int[Array, "B L"], position_B: Int[Array, " B"], num_drafts: int
-) -> tuple[Int[Array, "B K"], Bool[Array, " B"]]:
-    """What followed the last tokens where they stood before.
-
-    The place that agrees in most tokens, up to LONGEST_MATCH, wins; among equals the
-    latest. Where the text since then is shorter than the drafts, it is repeated: after
-    "a b a" come b, a, b, a.
+def with_drafts(
+    drafting: Drafting,
+    found_BK: Int[Array, "B K"],
+    most_B: Int[Array, " B"],
+    weights_BKV: Float[Array, "B K V"] | None = None,
+) -> Drafting:
+    """The state (donated) with the first `most_B` drafts of each row of a bucket.
 
     Args:
-      history_BL: tokens by position.
-      position_B: of the last token.
-      num_drafts: K.
-
-    Returns:
-      Drafts, and whether there are any.
-
-    Source: Saxena 2023, prompt lookup decoding.
+      drafting: of the steps before.
+      found_BK: drafts.
+      most_B: how many of them count.
+      weights_BKV: see `Drafting`, where they are kept.
     """
-    B, L = history_BL.shape
-    place_L = jnp.arange(L, dtype=jnp.int32)
-    is_before_BL = place_L < position_B[:, None]
-    agrees_BL, length_BL = is_before_BL, jnp.zeros((B, L), jnp.int32)
-    for back in range(LONGEST_MATCH):
-        at_B1 = jnp.maximum(position_B - back, 0)[:, None]
-        last_B1 = jnp.take_along_axis(history_BL, at_B1, axis=1)
-        shifted_BL = jnp.roll(history_BL, back, axis=1)
-        agrees_BL &= (shifted_BL == last_B1) & (place_L >= back)
-        length_BL += agrees_BL
-    rank_BL = jnp.where(length_BL > 0, length_BL * L + place_L, -1)
-    best_B = jnp.argmax(rank_BL, axis=1).astype(jnp.int32)
-    period_B = jnp.maximum(position_B - best_B, 1)
-    order_K = jnp.arange(num_drafts, dtype=jnp.int32)
-    from_BK = best_B[:, None] + 1 + order_K % period_B[:, None]
-    drafts_BK = jnp.take_along_axis(history_BL, jnp.minimum(from_BK, L - 1), axis=1)
-    return drafts_BK, rank_BL.max(axis=1) >= 0
+    bucket, K = found_BK.shape
+    is_draft_BK = jnp.arange(K, dtype=jnp.int32) < most_B[:, None]
+    drafts_BK = jnp.full_like(drafting.drafts_BK, -1)
+    drafts_BK = drafts_BK.at[:bucket].set(jnp.where(is_draft_BK, found_BK, -1))
+    kept_BKV = drafting.weights_BKV
+    if kept_BKV is not None and weights_BKV is not None:
+        kept_BKV = kept_BKV.at[:bucket].set(weights_BKV)
+    return dataclasses.replace(drafting, drafts_BK=drafts_BK, weights_BKV=kept_BKV)

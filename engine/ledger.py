@@ -7,6 +7,8 @@ which bit class the probe put it in, and whether the engine uses it.
 import dataclasses
 from typing import Any
 
+from headrace.engine.draft_control import PassCosts
+
 
 @dataclasses.dataclass(kw_only=True)
 class LedgerEntry:
@@ -42,11 +44,13 @@ class Ledger:
       entries: by name.
       verdict: in words.
       caches_output: pages that decoding filled may serve as other requests' prefix.
+      pass_costs: of decode steps with and without drafts, by bucket.
     """
 
     entries: dict[str, LedgerEntry] = dataclasses.field(default_factory=dict)
     verdict: dict[str, str] = dataclasses.field(default_factory=dict)
     caches_output: bool = False
+    pass_costs: dict[int, PassCosts] = dataclasses.field(default_factory=dict)
 
     def add(self, entry: LedgerEntry) -> None:
         """Adds one program."""
@@ -60,7 +64,8 @@ class Ledger:
         entries = self.entries.values()
         classes = {e.name: e.bit_class for e in entries if e.role != "moving"}
         memory = stored.get("memory", {}) | self.memory_facts()
-        return {"memory": memory, "classes": classes}
+        costs = [[b, dataclasses.asdict(c)] for b, c in self.pass_costs.items()]
+        return {"memory": memory, "classes": classes, "costs": costs}
 
     def memory_facts(self) -> dict[str, list[int]]:
         """Temporary and aliased bytes per program, to be stored with them."""

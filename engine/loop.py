@@ -18,14 +18,19 @@ from typing import Any
 
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.batch import StepPlan, plan_step
+from headrace.engine.draft_control import DraftControl
 from headrace.engine.grammar_rows import advance_grammar, fill_masks
 from headrace.engine.interrupts import interrupts_wait
 from headrace.engine.kv_cache_manager import KVCacheManager
 from headrace.engine.meter import Meter
 from headrace.engine.model_runner import ModelRunner
-from headrace.engine.new_request import make_request, make_siblings, set_deadlines
+from headrace.engine.new_request import (
+    make_request,
+    make_siblings,
+    name_request,
+    set_deadlines,
+)
 from headrace.engine.outputs import FinishReason
-from headrace.engine.prefix_hash import chain_seed, name_pages
 from headrace.engine.request import Request, RequestStatus
 from headrace.engine.request_state import CompletionState, RequestState
 from headrace.engine.sampling_params import SamplingParams
@@ -77,6 +82,7 @@ class EngineLoop:
         self._in_flight: tuple[Schedule, StepPlan, float] | None = None
         self._failure: str | None = None
         self.meter = Meter(config.max_context_len, config.drafts_per_pass)
+        self._control = DraftControl(config, runner.ledger.pass_costs)
         self.lock = threading.RLock()
 
     @property
@@ -134,7 +140,7 @@ class EngineLoop:
             set_deadlines(request, deadline_s, queue_timeout_s)
             request.uses_cache = uses_cache and self._config.prefix_cache
             if request.uses_cache:
-                self._name_pages(request)
+                name_request(request, self._identity, self._config)
             requests = make_siblings(request)
             self._scheduler.add(*requests)
             state = RequestState(requests, self._tokenizer)
@@ -191,7 +197,9 @@ class EngineLoop:
     def stats(self) -> dict[str, Any]:
         """Counters, gauges, histograms, tenants; see metrics, usage. JSON-ready."""
         with self.lock:
+            drafts = self.meter.drafts.snapshot() | self._control.snapshot()
             return self.meter.snapshot(*self._gauges()) | {
+                "speculation": drafts if self._config.draft else {},
                 "prefix_cache_evictions": self._manager.stats.evictions,
                 "kv_pages_cached": self._manager.num_cached,
             }
@@ -200,7 +208,8 @@ class EngineLoop:
         schedule, runner = self._scheduler.schedule(), self._runner
         before, self._in_flight = self._in_flight, None
         if schedule is not None:
-            plan = plan_step(schedule, self._config, runner.layout)
+            drafts = self._control.wants_drafts(schedule)
+            plan = plan_step(schedule, self._config, runner.layout, does_draft=drafts)
             runner.dispatch_forward(plan)
             self._in_flight = (schedule, plan, time.perf_counter())
             if not plan.has_grammar:
@@ -234,6 +243,7 @@ class EngineLoop:
     ) -> list[Request]:
         """Reads a step and books its tokens."""
         result = self._runner.read_step()
+        self._control.on_step(schedule, result, plan.does_draft)
         self.meter.count_read(schedule, result)
         updated: list[Request] = []
         for part in (result, *result.later):
@@ -268,17 +278,6 @@ class EngineLoop:
         """Running, waiting, and the share of pages in use."""
         used = self._manager.num_used / (self._manager.num_pages - 1)
         return self._scheduler.num_running, self._scheduler.num_waiting, used
-
-    def _name_pages(self, request: Request) -> None:
-        # One class fills all prompts in invariant mode; fast mode makes no claim.
-        request.name_seed = chain_seed(
-            model=self._identity,
-            bit_class=f"filling:{self._config.numerics}",
-            tenant=request.tenant or "",
-        )
-        request.page_names = name_pages(
-            request.name_seed, request.prompt_token_ids, self._manager.page_size
-        )
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine import memory_sizes as sizes
+from headrace.engine.weight_sizes import draft_weights_bytes, weights_bytes
 
 logger = logging.getLogger(__name__)
 
 # Programs that write pages, as their names begin.
-_WRITERS = ("decode", "verify", "prefill", "score", "copy", "load")
+_WRITERS = ("decode", "verify", "propose", "prefill", "score", "copy", "load")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ def plan_memory(
     return MemoryPlan(
         free_bytes=free_bytes,
         memory_fraction=config.memory_fraction,
-        weights_bytes=sizes.weights_bytes(model, config),
+        weights_bytes=weights_bytes(model, config) + draft_weights_bytes(config),
         state_bytes=sizes.state_bytes(model, config),
         step_bytes=sizes.step_bytes(model, config),
         temp_bytes=sizes.temp_bytes_bound(model, config, attention),

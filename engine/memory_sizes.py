@@ -5,22 +5,17 @@ compiled programs are an upper bound: the pool is sized, and with it all program
 their shapes, before anything is compiled. memory_plan.py adds up.
 """
 
-import fnmatch
-import math
-from collections.abc import Iterator
 from typing import Literal
 
 from headrace.configs.kv_types import KV_8BIT
-from headrace.configs.quantization import parse_scheme
 from headrace.configs.schema import KEY_BLOCK, EngineConfig, ModelConfig
 from headrace.engine.packed_layout import layout_of
 from headrace.engine.request import MAX_BAD_WORD_LEN
 from headrace.engine.sampling_params import TOP_ON_DEVICE, num_top
+from headrace.engine.weight_sizes import DTYPE_BYTES
 
 # Who attends, which decides what is in memory meanwhile.
 Attention = Literal["cpu", "xla", "kernels"]
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 # Of slots.SlotState: words and flags of a row beside its stop ids and page table.
 _SLOT_WORDS, _SLOT_FLAGS = 15, 2
@@ -39,68 +34,6 @@ _CPU_GROUP = 8  # decode rows that plain XLA attention takes together on a CPU
 _SLACK_BYTES = 2**16
 
 
-def num_params(model: ModelConfig) -> int:
-    """Parameters of the model, tied ones counted once."""
-    return sum(math.prod(shape) * count for _, shape, count in _parameters(model))
-
-
-def weights_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Bytes of the parameters on the device, scales of quantized ones included.
-
-    Args:
-      model: its shapes.
-      config: with resolved storage types.
-
-    Raises:
-      ValueError: a group size that does not divide the inputs of a weight.
-    """
-    return sum(
-        parameter_bytes(path, shape, config)
-        for name, shape, count in _parameters(model)
-        for path in _paths(name, count)
-    )
-
-
-def parameter_bytes(path: str, shape: tuple[int, ...], config: EngineConfig) -> int:
-    """Bytes of one parameter.
-
-    Args:
-      path: in the tree, such as "layer_0/out".
-      shape: as (out, in), or a norm's.
-      config: see `weights_bytes`.
-    """
-    assert config.param_dtype
-    is_skipped = any(fnmatch.fnmatch(path, p) for p in config.quantization_skip)
-    if config.quantization is None or len(shape) < 2 or is_skipped:
-        return math.prod(shape) * DTYPE_BYTES[config.param_dtype]
-    return parse_scheme(config.quantization).weight_bytes(*shape)
-
-
-def _parameters(model: ModelConfig) -> list[tuple[str, tuple[int, ...], int]]:
-    """Names, shapes as (out, in), and in how many layers they are; 1 is the model's."""
-    D, F, H = model.model_dim, model.ffw_dim, model.head_dim
-    N, K, L = model.num_heads, model.num_kv_heads, model.num_layers
-    tables = ["embedding"] if model.tie_embeddings else ["embedding", "head"]
-    return [
-        *((name, (model.vocab_size, D), 1) for name in tables),
-        ("final_norm", (D,), 1),
-        *(("layer/" + name, shape, L) for name, shape in (
-            ("attention_norm", (D,)),
-            ("qkv", ((N + 2 * K) * H, D)),
-            ("out", (D, N * H)),
-            ("mlp_norm", (D,)),
-            ("gate_up", (2 * F, D)),
-            ("down", (D, F)),
-        )),
-    ]  # fmt: skip
-
-
-def _paths(name: str, count: int) -> Iterator[str]:
-    """As they stand in the parameter tree."""
-    kind, _, rest = name.partition("/")
-    return (f"layer_{i}/{rest}" for i in range(count)) if rest else iter((kind,))
-
-
 def page_bytes(model: ModelConfig, page_size: int, kv_dtype: str) -> int:
     """Bytes of one page, keys, values and their scales, of all layers."""
     heads = 2 * model.num_layers * model.num_kv_heads
@@ -114,10 +47,14 @@ def token_bytes(model: ModelConfig, config: EngineConfig) -> int:
     assert config.kv_dtype and config.param_dtype
     wide = len(config.kv_dtype_skip)
     layers = (model.num_layers - wide, config.kv_dtype), (wide, config.param_dtype)
-    return sum(
+    target = sum(
         count * page_bytes(model, 1, dtype) // model.num_layers
         for count, dtype in layers
     )
+    draft = config.draft_shapes
+    if draft is None or not draft.has_pages:
+        return target
+    return target + page_bytes(draft.model, 1, config.kv_dtype)
 
 
 def page_bytes_of(model: ModelConfig, config: EngineConfig) -> int:
@@ -147,7 +84,7 @@ def state_bytes(model: ModelConfig, config: EngineConfig) -> int:
     slots = config.num_slots * _slot_bytes(config)
     extras = config.num_slots * _extras_bytes(model, config)
     logits = config.num_slots * (1 + config.drafts_per_pass) * _logits_bytes(model)
-    drafting = config.num_slots * _drafting_bytes(config)
+    drafting = config.num_slots * _drafting_bytes(model, config)
     return logits + config.num_slots * _mask_bytes(model) + slots + extras + drafting
 
 
@@ -170,7 +107,7 @@ def step_bytes(model: ModelConfig, config: EngineConfig) -> int:
     if not 0 <= config.max_logprobs <= TOP_ON_DEVICE:
         row += _logits_bytes(model)
     step = 4 * layout.size + config.num_slots * row
-    step += layout.max_rows * (_extras_bytes(model, config) + _drafting_bytes(config))
+    step += layout.max_rows * (_extras_bytes(model, config) + _history_bytes(config))
     if config.scoring:
         step += layout.max_tokens * scores
     if num_host_pages(model, config):
@@ -189,8 +126,9 @@ def temp_bytes_bound(
       attention: who attends.
     """
     assert config.num_slots and config.prefill_shapes
+    kinds = ("verify", "propose") if config.drafts_per_pass else ("decode",)
     keys: list[tuple] = [
-        ("verify" if config.drafts_per_pass else "decode", config.num_slots),
+        *((kind, config.num_slots) for kind in kinds),
         *(("prefill", shape) for shape in config.prefill_shapes),
         *(("score", shape) for shape in config.prefill_shapes if config.scoring),
         ("sample", "full", config.num_slots),
@@ -216,8 +154,8 @@ def program_temp_bytes(
         return _PAGES_PER_MOVE * page_bytes_of(model, config) + _SLACK_BYTES
     if kind in ("extras", "logits", "history"):
         return _SLACK_BYTES
-    if kind == "propose":  # arrays like the histories
-        return 6 * key[1] * _drafting_bytes(config) + slots
+    if kind == "propose":
+        return _propose_bytes(key[1], model, config, attention) + slots
     logits = _logits_bytes(model)
     if kind == "sample":
         # The bucket's own rows are a slice of the logits.
@@ -226,16 +164,44 @@ def program_temp_bytes(
             arrays += 3
         return arrays * key[2] * logits + slots
     generates = kind in ("decode", "verify")
-    rows, tokens = (key[1], 1 + config.drafts_per_pass) if generates else key[1]
-    moving = rows * tokens * _token_bytes(model, config)
-    moving += _attention_bytes(model, config, attention, (rows, tokens))
+    places = 1 + config.drafts_per_pass if kind == "verify" else 1
+    rows, tokens = (key[1], places) if generates else key[1]
+    moving = _moving_bytes(model, config, attention, (rows, tokens))
     if generates:
-        return moving + rows * tokens * logits + slots
+        return moving + rows * tokens * logits + slots + _hidden_bytes(config, rows)
+    if config.draft_shapes is not None and config.draft_shapes.has_pages:
+        draft = config.draft_shapes.model
+        moving += _moving_bytes(draft, config, attention, (rows, tokens))
     head = _HEAD_ARRAYS * max(rows, _HEAD_ROWS) * logits
     if kind == "score":
         head += _SCORE_ARRAYS * _SCORE_ROWS * logits
         head += rows * tokens * model.model_dim * 4
     return moving + head + slots
+
+
+def _propose_bytes(
+    rows: int, model: ModelConfig, config: EngineConfig, attention: Attention
+) -> int:
+    """Arrays like the histories; of a model also what it moves, and how it samples."""
+    total = 6 * rows * _history_bytes(config)
+    if (draft := config.draft_shapes) is None:
+        return total
+    tokens = 1 + config.drafts_per_pass
+    total += _moving_bytes(draft.model, config, attention, (rows, tokens))
+    arrays = _SAMPLE_ARRAYS + 3 + tokens
+    return total + arrays * rows * _logits_bytes(model) + _hidden_bytes(config, rows)
+
+
+def _moving_bytes(
+    model: ModelConfig,
+    config: EngineConfig,
+    attention: Attention,
+    shape: tuple[int, int],
+) -> int:
+    """What moves through the layers for so many rows and tokens."""
+    rows, tokens = shape
+    moving = rows * tokens * _token_bytes(model, config)
+    return moving + _attention_bytes(model, config, attention, shape)
 
 
 def _token_bytes(model: ModelConfig, config: EngineConfig) -> int:
@@ -285,11 +251,30 @@ def _slot_bytes(config: EngineConfig) -> int:
     return 4 * words + _SLOT_FLAGS
 
 
-def _drafting_bytes(config: EngineConfig) -> int:
-    """A row's history and drafts."""
+def _history_bytes(config: EngineConfig) -> int:
+    """A row's tokens and drafts."""
     assert config.max_context_len
     drafts = config.drafts_per_pass
     return 4 * (config.max_context_len + drafts) if drafts else 0
+
+
+def _hidden_bytes(config: EngineConfig, rows: int) -> int:
+    """Hidden states of the target that a proposer reads."""
+    assert config.param_dtype
+    if config.draft_shapes is None:
+        return 0
+    each = config.draft_shapes.hidden_dim * DTYPE_BYTES[config.param_dtype]
+    return rows * (1 + config.drafts_per_pass) * each
+
+
+def _drafting_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """A row of `drafting.Drafting`."""
+    if not config.drafts_per_pass:
+        return 0
+    row = _history_bytes(config) + 5 + _hidden_bytes(config, 1)
+    if config.acceptance == "rejection":
+        row += config.drafts_per_pass * _logits_bytes(model)
+    return row
 
 
 def _extras_bytes(model: ModelConfig, config: EngineConfig) -> int:

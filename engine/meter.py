@@ -88,7 +88,6 @@ class Meter:
         """`Metrics.snapshot`, and "tenants" of `UsageLedger.snapshot`."""
         return self.metrics.snapshot(running, waiting, kv_usage) | {
             "tenants": self.usage.snapshot(self._live.values()),
-            "speculation": self.drafts.snapshot(),
         }
 
     def count_read(self, schedule: Schedule, result: StepResult) -> None:

@@ -15,18 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from headrace.configs.schema import EngineConfig, ModelConfig
+from headrace.engine import page_moves
 from headrace.engine.batch import StepPlan
-from headrace.engine.drafting import empty_drafting, history_of
+from headrace.engine.drafting import history_of
 from headrace.engine.ledger import Ledger, LedgerEntry
 from headrace.engine.logprobs import TokenScores
 from headrace.engine.packed_layout import layout_of
-from headrace.engine.page_moves import (
-    PAGES_PER_MOVE,
-    HostPages,
-    cut,
-    padded_ids,
-    pieces,
-)
+from headrace.engine.page_moves import PAGES_PER_MOVE, HostPages
 from headrace.engine.pending import Pending
 from headrace.engine.processors import empty_extras, extras_of
 from headrace.engine.program_store import ProgramStore, compile_fresh
@@ -36,11 +31,11 @@ from headrace.engine.programs import (
     Program,
     ProgramKey,
     describe,
-    generating_key,
     num_mask_words,
     program_keys,
     program_name,
 )
+from headrace.engine.proposers import cache_shapes, drafting_of, proposer_of
 from headrace.engine.request import Request
 from headrace.engine.sample_step import StepOutput
 from headrace.engine.sampling_params import num_top
@@ -59,7 +54,7 @@ class ModelRunner:
     Args:
       model_config: shapes of the model.
       config: a resolved engine config, without Nones.
-      params: the parameters, on the device.
+      params: the parameters, on the device, with a proposer's as `DRAFT`.
       store: where compiled programs are kept between starts; None keeps nothing.
       model: stands in for the family's Linen module (for tests).
     """
@@ -73,7 +68,7 @@ class ModelRunner:
         store: ProgramStore | None = None,
         model: Any = None,
     ) -> None:
-        assert config.num_pages and config.kv_dtype and config.param_dtype
+        assert config.param_dtype
         self.config, self.model_config = config, model_config
         self.layout = layout_of(config)
         self.ledger = Ledger()
@@ -84,17 +79,14 @@ class ModelRunner:
         self._store = store
         self._programs: dict[ProgramKey, Any] = {}
         self._pending: collections.deque[Pending] = collections.deque()
-        self.kv_cache = kv.allocate(
-            model_config,
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            storage=kv.KVStorage.of(config),
-        )
+        self._proposer = proposer_of(model_config, config)
+        shapes = cache_shapes(model_config, config)
+        self.kv_cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         rows = self.layout.num_slots
         places = 1 + self.layout.num_drafts
         V = model_config.vocab_size
         self.logits_BQV = jnp.zeros((rows, places, V), jnp.float32)
-        self.drafting = empty_drafting(self.layout) if places > 1 else None
+        self.drafting = drafting_of(model_config, config)
         self.slots = empty_slots(self.layout)
         self.extras = empty_extras(rows, V, config.max_bad_words)
         self.num_mask_words = num_mask_words(V)
@@ -116,6 +108,7 @@ class ModelRunner:
             model=self._model,
             layout=self.layout,
             num_top=num_top(self.config.max_logprobs),
+            proposer=self._proposer,
         )
 
     def compile_all(self) -> None:
@@ -174,11 +167,17 @@ class ModelRunner:
         self, key: ProgramKey, packed: jax.Array | np.ndarray
     ) -> TokenScores | None:
         """Dispatches one decode, prefill or score call; the last gives scores."""
-        last = (self.drafting,) if key[0] == "verify" else ()
-        self.kv_cache, self.logits_BQV, *scores = self.program(key)(
-            self.params, self.kv_cache, self.logits_BQV, self.slots, packed, *last
+        more = () if self.drafting is None else (self.drafting,)
+        self.kv_cache, self.logits_BQV, self.drafting, *scores = self.program(key)(
+            self.params, self.kv_cache, self.logits_BQV, self.slots, packed, *more
         )
         return scores[0] if scores else None
+
+    def propose(self, bucket: int, packed: jax.Array | np.ndarray) -> None:
+        """Dispatches the drafting for the rows of a decode bucket."""
+        state = self.kv_cache, self.drafting, self.slots, packed, self.extras
+        run = self.program(("propose", bucket))
+        self.kv_cache, self.drafting = run(self.params, *state)
 
     def sample(
         self,
@@ -220,10 +219,10 @@ class ModelRunner:
             set_history = self.program(("history",))
             self.drafting = set_history(self.drafting, jnp.int32(row), text_L)
         if (bucket := plan.decode_bucket) is not None:
-            if self.drafting is not None:
-                propose = self.program(("propose", bucket))
-                self.drafting = propose(self.drafting, self.slots, self._packed)
-            self.forward(generating_key(self.config, bucket), self._packed)
+            if plan.does_draft:
+                self.propose(bucket, self._packed)
+            kind = "verify" if plan.does_draft else "decode"
+            self.forward((kind, bucket), self._packed)
         if plan.prefill_shape is not None:
             kind = "score" if plan.does_score else "prefill"
             self._scores = self.forward((kind, plan.prefill_shape), self._packed)
@@ -256,24 +255,26 @@ class ModelRunner:
 
     def _copy(self, copies: tuple[PageCopy, ...]) -> None:
         program = self.program(("copy", PAGES_PER_MOVE))
-        for some in cut(copies):
-            source = padded_ids(tuple(copy.source for copy in some))
-            target = padded_ids(tuple(copy.target for copy in some))
+        for some in page_moves.cut(copies):
+            source = page_moves.padded_ids(tuple(copy.source for copy in some))
+            target = page_moves.padded_ids(tuple(copy.target for copy in some))
             self.kv_cache = program(
                 self.kv_cache, jnp.asarray(source), jnp.asarray(target)
             )
 
     def _save(self, move: PageMove) -> None:
         program = self.program(("save", PAGES_PER_MOVE))
-        for piece in pieces(move):
-            data = program(self.kv_cache, jnp.asarray(padded_ids(piece.device)))
+        for piece in page_moves.pieces(move):
+            data = program(
+                self.kv_cache, jnp.asarray(page_moves.padded_ids(piece.device))
+            )
             self.host_pages.put(piece.host, self.read(data))
 
     def _load(self, move: PageMove) -> None:
         program = self.program(("load", PAGES_PER_MOVE))
-        for piece in pieces(move):
+        for piece in page_moves.pieces(move):
             data = jax.tree.map(jnp.asarray, self.host_pages.get(piece.host))
-            ids = jnp.asarray(padded_ids(piece.device))
+            ids = jnp.asarray(page_moves.padded_ids(piece.device))
             self.kv_cache = program(self.kv_cache, ids, data)
 
     def read_step(self) -> StepResult:

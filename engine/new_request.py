@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headrace.configs.schema import EngineConfig, ModelConfig
+from headrace.engine.prefix_hash import chain_seed, name_pages
 from headrace.engine.request import MAX_BAD_WORD_LEN, Request
 from headrace.engine.sampling_params import SamplingParams, num_top
 from headrace.engine.text_rules import TokenRules
@@ -247,3 +248,22 @@ def set_deadlines(
         request.deadline_s = request.arrival_s + deadline_s
     if queue_timeout_s is not None:
         request.queue_deadline_s = request.arrival_s + queue_timeout_s
+
+
+def name_request(request: Request, identity: str, config: EngineConfig) -> None:
+    """Names the full pages of a request's prompt, under which others find them.
+
+    Args:
+      request: new, of a known tenant.
+      identity: of the weights.
+      config: resolved.
+    """
+    # One class fills all prompts in invariant mode; fast mode makes no claim.
+    request.name_seed = chain_seed(
+        model=identity,
+        bit_class=f"filling:{config.numerics}",
+        tenant=request.tenant or "",
+    )
+    request.page_names = name_pages(
+        request.name_seed, request.prompt_token_ids, config.page_size
+    )

@@ -5,7 +5,7 @@ tokens, and the rows of requests that come back. The batch file writes it with n
 the steps read it under jit, and both take their slices from here. Floats and unsigned
 words travel as their bits.
 
-    [0, 1)                 1 if the slots decode in this step
+    [0, 1)                 1 if the slots decode in this step, 2 with drafts
     [1, 1 + B)             source: new slot i takes the row of old slot source[i]
     [1 + B, 1 + 2B)        released: 1 where the host ends the slot's request
     [1 + 2B, 1 + 3B)       new page: the page that the slot's next token opens, or 0
@@ -85,16 +85,20 @@ class PackedLayout:
         """Words of the whole array."""
         return self.tokens_start + self.max_tokens
 
-    def unchanged(self, *, does_decode: bool) -> np.ndarray:
+    def unchanged(self, *, does_decode: bool, does_draft: bool = False) -> np.ndarray:
         """An array for the host to write into: nothing moves, ends or prefills."""
         packed = np.zeros(self.size, np.int32)
-        packed[0] = does_decode
+        packed[0] = does_decode + (does_decode and does_draft)
         self.source(packed)[:] = np.arange(self.num_slots)
         return packed
 
     def does_decode(self, packed: Any) -> Any:
-        """The flag, a scalar."""
-        return packed[0]
+        """Whether the slots decode, a scalar."""
+        return packed[0] > 0
+
+    def does_draft(self, packed: Any) -> Any:
+        """Whether they do with drafts, a scalar."""
+        return packed[0] > 1
 
     def source(self, packed: Any) -> Any:
         """[B] old slot of each new slot."""

@@ -16,7 +16,7 @@ from headrace.engine.new_request import longest_request
 from headrace.engine.packed_layout import ROW_FIELDS
 from headrace.engine.probe_sampling import probe_sampling
 from headrace.engine.probe_scoring import ScorePrint, without_equal_scores
-from headrace.engine.programs import ProgramKey, generating_key, program_name
+from headrace.engine.programs import ProgramKey, generating_keys, program_name
 from headrace.engine.slots import SlotState, empty_slots
 
 # Marks a program whose own bits depend on the row or on its neighbours.
@@ -48,8 +48,7 @@ def probe(runner: ModelRunner) -> dict[str, str]:
     if list(fills)[-1] not in best:
         # Decoding continues what the shapes that will be kept have filled.
         case.fill(("prefill", best[0]))
-    for bucket in config.decode_batch_sizes or ():
-        key = generating_key(config, bucket)
+    for key in generating_keys(config):
         prints[program_name(key)] = case.generate(key)
     prints |= probe_sampling(runner)
     letters: dict[tuple[str, str], str] = {}
@@ -186,15 +185,18 @@ class _ProbeCase:
 
     def _verify(self, key: ProgramKey, slot: int, company: bool) -> str:
         runner, rows = self.runner, list(self.prompt_logits)
-        none = runner.drafting
-        assert none is not None
-        drafts_BK = none.drafts_BK.at[slot, 0].set(self.tokens[self.prompt_len + 1])
+        drafting = runner.drafting
+        assert drafting is not None
+        drafts_BK = jnp.full_like(drafting.drafts_BK, -1)
+        drafts_BK = drafts_BK.at[slot, 0].set(self.tokens[self.prompt_len + 1])
         if company:  # others with more drafts, or none
             drafts_BK = drafts_BK.at[: slot - slot % 2 : 2].set(1)
-        runner.drafting = dataclasses.replace(none, drafts_BK=drafts_BK)
+        runner.drafting = dataclasses.replace(drafting, drafts_BK=drafts_BK)
         runner.slots = self._slots(key[1], slot, company, 0)
         runner.forward(key, self._decode_flag())
-        runner.drafting = none
+        runner.drafting = dataclasses.replace(
+            runner.drafting, drafts_BK=jnp.full_like(drafts_BK, -1)
+        )
         rows += list(runner.read(runner.logits_BQV[slot, :_DECODE_STEPS]))
         return self._fingerprint(rows)
 

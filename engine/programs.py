@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine import drafting, page_moves, steps
-from headrace.engine.drafting import Drafting
+from headrace.engine.drafting import Drafting, Proposer
 from headrace.engine.logprobs import TokenScores
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.page_moves import PAGES_PER_MOVE
@@ -27,7 +27,7 @@ from headrace.layers.inputs import KVCache, Params
 
 VARIANTS: tuple[SampleVariant, ...] = typing.get_args(SampleVariant)
 
-# ("decode", b) or, with drafts, ("verify", b), ("propose", b), ("history",);
+# ("decode", b) and, with drafts, ("verify", b), ("propose", b), ("history",);
 # ("prefill", (R, T)), ("score", (R, T)), ("sample", variant, b),
 # ("logits",), ("extras",), ("copy", J), ("save", J), ("load", J)
 ProgramKey = tuple
@@ -87,7 +87,7 @@ def program_keys(config: EngineConfig, *, can_move: bool) -> list[ProgramKey]:
     has_rows = not 0 <= config.max_logprobs <= TOP_ON_DEVICE
     moves = ("copy", "save", "load") if can_move else ("copy",)
     return [
-        *(generating_key(config, bucket) for bucket in buckets),
+        *generating_keys(config),
         *_drafting_keys(config, buckets),
         *(("prefill", shape) for shape in shapes),
         *(("score", shape) for shape in shapes if config.scoring),
@@ -98,9 +98,17 @@ def program_keys(config: EngineConfig, *, can_move: bool) -> list[ProgramKey]:
     ]
 
 
-def generating_key(config: EngineConfig, bucket: int) -> ProgramKey:
-    """The program that runs the model on the rows of a decode bucket."""
-    return ("verify" if config.drafts_per_pass else "decode", bucket)
+def generating_keys(config: EngineConfig) -> list[ProgramKey]:
+    """The programs that run the model on the rows of decode buckets."""
+    buckets = config.decode_batch_sizes or ()
+    return [(kind, bucket) for kind in generating_kinds(config) for bucket in buckets]
+
+
+def generating_kinds(config: EngineConfig) -> tuple[str, ...]:
+    """What a decode step may be: without drafts, with them, or either."""
+    if not config.drafts_per_pass:
+        return ("decode",)
+    return ("verify", "decode") if config.adapts_drafts else ("verify",)
 
 
 def _drafting_keys(config: EngineConfig, buckets: tuple[int, ...]) -> list[ProgramKey]:
@@ -116,6 +124,7 @@ def describe(
     model: Any,
     layout: PackedLayout,
     num_top: int,
+    proposer: Proposer | None = None,
 ) -> Program:
     """A program's function and arguments.
 
@@ -125,6 +134,7 @@ def describe(
       model: the Linen module.
       layout: of the packed array.
       num_top: log-probabilities per token.
+      proposer: who drafts, if anybody.
     """
     kind, cache, logits_BQV = key[0], operands.kv_cache, operands.logits_BQV
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
@@ -152,21 +162,44 @@ def describe(
         args = (operands.drafting, row, tokens)
         return Program(drafting.set_history, args, (0,), operands.drafting)
     if kind == "propose":
-        propose = functools.partial(drafting.propose, layout=layout, bucket=key[1])
-        args = (operands.drafting, operands.slots, packed)
-        return Program(propose, args, (0,), operands.drafting)
-    args = (operands.params, cache, logits_BQV, operands.slots, packed)
+        assert proposer is not None
+        propose = functools.partial(proposer.propose, layout=layout, bucket=key[1])
+        args = (operands.params, cache, operands.drafting)
+        args = (*args, operands.slots, packed, operands.extras)
+        return Program(propose, args, (1, 2), (cache, operands.drafting))
+    options = {"model": model, "layout": layout, "num_top": num_top}
+    return _forward(key, operands, packed, proposer=proposer, **options)
+
+
+def _forward(
+    key: ProgramKey,
+    operands: Operands,
+    packed: jax.ShapeDtypeStruct,
+    *,
+    model: Any,
+    layout: PackedLayout,
+    num_top: int,
+    proposer: Proposer | None,
+) -> Program:
+    kind, drafting = key[0], operands.drafting
+    args: tuple[Any, ...] = (
+        operands.params, operands.kv_cache, operands.logits_BQV, operands.slots, packed
+    )  # fmt: skip
+    donated = (1, 2) if drafting is None else (1, 2, 5)
+    args = args if drafting is None else (*args, drafting)
     common = {"model": model, "layout": layout}
+    if kind == "verify":
+        common["proposer"] = proposer
+    out: tuple[Any, ...] = (operands.kv_cache, operands.logits_BQV, drafting)
     if kind in ("decode", "verify"):
         decode = functools.partial(steps.decode_forward, bucket=key[1], **common)
-        args = (*args, operands.drafting) if kind == "verify" else args
-        return Program(decode, args, (1, 2), (cache, logits_BQV))
-    common["shape"] = key[1]
+        return Program(decode, args, donated, out)
+    common |= {"shape": key[1], "proposer": proposer}
     if kind == "prefill":
         prefill = functools.partial(steps.prefill_forward, **common)
-        return Program(prefill, args, (1, 2), (cache, logits_BQV))
+        return Program(prefill, args, donated, out)
     score = functools.partial(steps.score_forward, num_top=num_top, **common)
-    return Program(score, args, (1, 2), (cache, logits_BQV, _scores()))
+    return Program(score, args, donated, (*out, _scores()))
 
 
 def _sample(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from headrace.engine import sampler
-from headrace.engine.drafting import Drafting, add_tokens
+from headrace.engine.drafting import Drafting, add_tokens, begin_step
 from headrace.engine.logprobs import TokenScores, token_scores
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.processors import Extras, count_tokens, process
@@ -83,7 +83,7 @@ def sample(
     """
     slots, fresh_B = apply_packed(slots, packed, layout)
     rows = jax.tree.map(lambda leaf: leaf[:bucket], slots)
-    does_decode = layout.does_decode(packed) == 1
+    does_decode, does_draft = layout.does_decode(packed), layout.does_draft(packed)
     # Active rows that do not decode in this step have no new logits.
     live_B = rows.active_B & (fresh_B[:bucket] | does_decode)
     one_place = functools.partial(
@@ -92,10 +92,12 @@ def sample(
         variant=variant,
         num_top=num_top,
     )
+    if drafting is not None:
+        drafting = begin_step(drafting, rows, live_B, fresh_B[:bucket] | does_draft)
     state = _State(rows=rows, extras=extras, drafting=drafting, live_B=live_B)
     state, output = one_place(state, logits_BQV[:bucket, 0])
     if drafting is not None:
-        drafts_BK = jnp.where(fresh_B[:, None] | ~does_decode, -1, drafting.drafts_BK)
+        drafts_BK = jnp.where(fresh_B[:, None] | ~does_draft, -1, drafting.drafts_BK)
         state, output = _follow_drafts(
             state, output, logits_BQV[:bucket], drafts_BK[:bucket], one_place
         )

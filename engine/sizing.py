@@ -13,6 +13,7 @@ from headrace.configs.schema import Dtype, EngineConfig, ModelConfig
 from headrace.engine import memory_plan
 from headrace.engine.memory_plan import MemoryPlan
 from headrace.engine.memory_sizes import Attention, pages_per_request
+from headrace.engine.weight_sizes import draft_weights_bytes
 
 # On a CPU the pool shares its memory with the user's programs, and is filled with
 # zeros at start: half a second a gigabyte.
@@ -130,7 +131,8 @@ def plan_of(
     )
     if device.weights_bytes is None:
         return plan
-    return dataclasses.replace(plan, weights_bytes=device.weights_bytes)
+    found = device.weights_bytes + draft_weights_bytes(config)
+    return dataclasses.replace(plan, weights_bytes=found)
 
 
 def check_compiled(

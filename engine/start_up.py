@@ -17,6 +17,8 @@ from headrace.engine.device_facts import (
     place_params,
     with_weights_of,
 )
+from headrace.engine.draft_weights import load_draft
+from headrace.engine.drafting import DRAFT
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.program_store import ProgramStore, program_key
 from headrace.engine.warmup import warm_up
@@ -73,9 +75,12 @@ def compiled_runner(
     checkpoint = round_checkpoint(checkpoint, Rounding.of(config))
     config = with_quantization_of(checkpoint, config)
     facts = with_weights_of(checkpoint, facts)
+    config, draft_params = load_draft(checkpoint, config, facts, cache_dir)
     resolved = sizing.resolve(checkpoint.config, config, facts)
     assert resolved.param_dtype
     params = place_params(checkpoint.params, resolved.param_dtype)
+    if draft_params:
+        params = {**params, DRAFT: draft_params}
     layout = layout_of_quantized(params)
     key = program_key(checkpoint.config, resolved, layout)
     store = ProgramStore(default_cache_dir(cache_dir) / "programs", key)
@@ -84,7 +89,7 @@ def compiled_runner(
     memory = runner.ledger.memory_facts()
     sizing.check_compiled(checkpoint.config, resolved, facts, memory)
     stored = store.load_facts() or {}
-    probed = warm_up(runner, stored.get("classes"))
+    probed = warm_up(runner, stored)
     found = runner.ledger.facts_to_store(stored)
     if found != stored:
         store.save_facts(found)

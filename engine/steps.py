@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from headrace.engine.drafting import Drafting
+from headrace.engine.drafting import Drafting, Proposer
 from headrace.engine.logprobs import TokenScores, token_scores
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.slots import SlotState, decoding_rows
-from headrace.layers.inputs import KVCache, ModelInputs, Params
+from headrace.engine.step_inputs import prompt_inputs, slot_inputs
+from headrace.layers.inputs import KVCache, Params
 from headrace.layers.linear import rows_up_to
 
 # The head always sees at least this many rows: fewer would be another bit class.
@@ -24,7 +25,8 @@ MIN_HEAD_ROWS = 8
 # Prompt tokens whose logits are in memory at a time while a prompt is scored.
 SCORE_ROWS = 64
 
-ForwardResult = tuple[KVCache, Float[Array, "B Q V"]]
+# The drafting state is None in an engine that drafts nothing.
+ForwardResult = tuple[KVCache, Float[Array, "B Q V"], Drafting | None]
 
 
 def decode_forward(
@@ -38,6 +40,7 @@ def decode_forward(
     model: Any,
     layout: PackedLayout,
     bucket: int,
+    proposer: Proposer | None = None,
 ) -> ForwardResult:
     """The last token of each active slot below `bucket`, and its drafts, in one pass.
 
@@ -51,33 +54,29 @@ def decode_forward(
         after, and no row outlives its step.
       slots: state before this step's changes.
       packed: this step's changes.
-      drafting: this step's drafts, where Q > 1.
+      drafting: donated; with this step's drafts, which None or no proposer leaves out.
       model: the Linen module.
       layout: where the fields of `packed` lie.
       bucket: rows of this program.
+      proposer: who drafted.
     """
     rows, decodes_B = decoding_rows(slots, packed, layout, bucket)
     tokens_BQ = rows.last_token_B[:, None]
     length_B = decodes_B.astype(jnp.int32)
-    if drafting is not None:
+    if drafting is not None and proposer is not None:
         drafts_BK = jnp.where(decodes_B[:, None], drafting.drafts_BK[:bucket], -1)
         tokens_BQ = jnp.concatenate([tokens_BQ, drafts_BK], axis=1)
         length_B += jnp.sum(drafts_BK >= 0, axis=1)
-    order_Q = jnp.arange(tokens_BQ.shape[1], dtype=jnp.int32)
-    is_valid_BQ = order_Q < length_B[:, None]
-    inputs = ModelInputs(
-        tokens_BT=jnp.where(is_valid_BQ, tokens_BQ, 0),
-        positions_BT=jnp.where(is_valid_BQ, rows.position_B[:, None] + order_Q, 0),
-        query_len_B=length_B,
-        context_len_B=jnp.where(decodes_B, rows.position_B + length_B, 0),
-        page_tables=(rows.page_table_BM,) * len(kv_cache),
-    )
+    inputs = slot_inputs(rows, tokens_BQ, rows.position_B, length_B, len(kv_cache))
     with rows_up_to(layout.num_slots * tokens_BQ.shape[1]):
         output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
         new_BQV = model.apply(
             {"params": params}, output.hidden_BTD, length_B, method="logits"
         )
-    return kv_cache, logits_BQV.at[:bucket].set(new_BQV)
+    if drafting is not None and proposer is not None:
+        drafting = proposer.after_decode(drafting, rows, output)
+    Q = tokens_BQ.shape[1]
+    return kv_cache, logits_BQV.at[:bucket, :Q].set(new_BQV), drafting
 
 
 def prefill_forward(
@@ -86,21 +85,24 @@ def prefill_forward(
     logits_BQV: Float[Array, "B Q V"],
     slots: SlotState,
     packed: Int[Array, " W"],
+    drafting: Drafting | None = None,
     *,
     model: Any,
     layout: PackedLayout,
     shape: tuple[int, int],
+    proposer: Proposer | None = None,
 ) -> ForwardResult:
     """One chunk of up to `shape[0]` prompts; arguments as for `decode_forward`.
 
     A row with the last chunk of its prompt writes its last token's logits to its
-    slot's row, and to those of its forks. The slot state is not needed: a chunk brings
-    its own page table.
+    slot's row, and to those of its forks. The target does not need the slot state: a
+    chunk brings its own page table.
     """
-    del slots
-    hidden_RTD, kv_cache = _fill(params, kv_cache, packed, model, layout, shape)
-    logits_BQV = _write_last(params, logits_BQV, hidden_RTD, packed, model, layout)
-    return kv_cache, logits_BQV
+    result, _ = _fill(
+        params, kv_cache, logits_BQV, slots, packed, drafting,
+        model=model, layout=layout, shape=shape, proposer=proposer,
+    )  # fmt: skip
+    return result
 
 
 def score_forward(
@@ -109,12 +111,14 @@ def score_forward(
     logits_BQV: Float[Array, "B Q V"],
     slots: SlotState,
     packed: Int[Array, " W"],
+    drafting: Drafting | None = None,
     *,
     model: Any,
     layout: PackedLayout,
     shape: tuple[int, int],
     num_top: int,
-) -> tuple[KVCache, Float[Array, "B Q V"], TokenScores]:
+    proposer: Proposer | None = None,
+) -> tuple[KVCache, Float[Array, "B Q V"], Drafting | None, TokenScores]:
     """Like `prefill_forward`, and tells how likely each next prompt token was.
 
     The head sees `SCORE_ROWS` tokens at a time, so T x V logits are never in memory.
@@ -123,10 +127,11 @@ def score_forward(
       Also, per row and token, the scores [R, T] of the token that follows it;
       meaningless where none does.
     """
-    del slots
     R, T = shape
-    hidden_RTD, kv_cache = _fill(params, kv_cache, packed, model, layout, shape)
-    logits_BQV = _write_last(params, logits_BQV, hidden_RTD, packed, model, layout)
+    result, hidden_RTD = _fill(
+        params, kv_cache, logits_BQV, slots, packed, drafting,
+        model=model, layout=layout, shape=shape, proposer=proposer,
+    )  # fmt: skip
     rows = layout.rows(packed)[:R]
     last_R = jnp.maximum(layout.field(rows, "length") - 1, 0)
     next_RT = jnp.roll(layout.tokens(packed, R, T), -1, axis=1)
@@ -152,7 +157,7 @@ def score_forward(
         flat = leaf.reshape(num_blocks * SCORE_ROWS, *leaf.shape[2:])
         return flat[: R * T].reshape(R, T, *leaf.shape[2:])
 
-    return kv_cache, logits_BQV, jax.tree.map(unblocked, scores)
+    return *result, jax.tree.map(unblocked, scores)
 
 
 def logits_row(logits_BQV: Float[Array, "B Q V"], row: Array) -> Float[Array, " V"]:
@@ -163,25 +168,28 @@ def logits_row(logits_BQV: Float[Array, "B Q V"], row: Array) -> Float[Array, " 
 def _fill(
     params: Params,
     kv_cache: KVCache,
+    logits_BQV: Float[Array, "B Q V"],
+    slots: SlotState,
     packed: Int[Array, " W"],
+    drafting: Drafting | None,
+    *,
     model: Any,
     layout: PackedLayout,
     shape: tuple[int, int],
-) -> tuple[Float[Array, "R T D"], KVCache]:
-    """Applies the model to a prefill call's chunks."""
-    R, T = shape
-    rows = layout.rows(packed)[:R]
-    start_R, length_R = layout.field(rows, "start"), layout.field(rows, "length")
-    inputs = ModelInputs(
-        tokens_BT=layout.tokens(packed, R, T),
-        positions_BT=start_R[:, None] + jnp.arange(T, dtype=jnp.int32)[None, :],
-        query_len_B=length_R,
-        context_len_B=jnp.where(length_R > 0, start_R + length_R, 0),
-        page_tables=(layout.page_table(rows),) * len(kv_cache),
-    )
+    proposer: Proposer | None,
+) -> tuple[ForwardResult, Float[Array, "R T D"]]:
+    """What all prefill calls do; also the hidden states of the chunks."""
+    inputs = prompt_inputs(packed, layout, shape, len(kv_cache))
     with rows_up_to(layout.max_tokens):
         output, kv_cache = model.apply({"params": params}, kv_cache, inputs)
-    return output.hidden_BTD, kv_cache
+    hidden_RTD = output.hidden_BTD
+    logits_BQV = _write_last(params, logits_BQV, hidden_RTD, packed, model, layout)
+    if drafting is not None and proposer is not None:
+        kv_cache, drafting = proposer.after_fill(
+            params, kv_cache, drafting, slots, packed, output,
+            layout=layout, shape=shape,
+        )  # fmt: skip
+    return (kv_cache, logits_BQV, drafting), hidden_RTD
 
 
 def _write_last(

@@ -7,23 +7,34 @@ of one class, pages that decoding filled serve as prefixes too.
 
 import dataclasses
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from headrace.configs.schema import EngineConfig
+from headrace.engine.draft_control import PassCosts
+from headrace.engine.draft_costs import measure_costs
 from headrace.engine.ledger import Ledger
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.probe import UNSTEADY, best_shapes, probe
-from headrace.engine.programs import VARIANTS, generating_key, program_name
+from headrace.engine.programs import (
+    VARIANTS,
+    generating_keys,
+    generating_kinds,
+    program_name,
+)
 
 logger = logging.getLogger(__name__)
 
 
-def warm_up(runner: ModelRunner, classes: dict[str, str] | None) -> EngineConfig:
+def warm_up(
+    runner: ModelRunner, stored: Mapping[str, Any] | None = None
+) -> EngineConfig:
     """Probes, writes the verdict into the ledger, and narrows the buckets.
 
     Args:
       runner: with every program compiled and no request in it.
-      classes: program name to bit class as stored by an earlier start of the same
-        programs; None probes.
+      stored: `Ledger.facts_to_store` of an earlier start of the same programs; what is
+        not there is found out.
 
     Returns:
       The config whose buckets the engine may use.
@@ -31,9 +42,17 @@ def warm_up(runner: ModelRunner, classes: dict[str, str] | None) -> EngineConfig
     Raises:
       ValueError: invariant mode cannot be had with these buckets.
     """
+    ledger, stored = runner.ledger, stored or {}
+    classes = stored.get("classes")
     if classes is None:
         classes = probe(runner)
-    ledger = runner.ledger
+    if runner.config.draft is not None:
+        costs = stored.get("costs")
+        ledger.pass_costs = (
+            {bucket: PassCosts(**values) for bucket, values in costs}
+            if costs
+            else measure_costs(runner)
+        )
     for name, letter in classes.items():
         ledger.entries[name].bit_class = letter
     assert all(
@@ -61,8 +80,13 @@ def _narrow(config: EngineConfig, ledger: Ledger) -> EngineConfig:
     def letter(key: tuple) -> str:
         return ledger.entries[program_name(key)].bit_class
 
-    wanted = letter(generating_key(config, buckets[-1]))
-    kept = tuple(b for b in buckets if letter(generating_key(config, b)) == wanted)
+    kinds = generating_kinds(config)
+    wanted = letter((kinds[0], buckets[-1]))
+    kept = tuple(b for b in buckets if letter((kinds[0], b)) == wanted)
+    if any(letter((kind, b)) != wanted for kind in kinds[1:] for b in kept):
+        # Whoever drafts now and then needs one class of passes with and without.
+        logger.info("drafts in every step: passes without are another bit class")
+        config = dataclasses.replace(config, adapts_drafts=False)
     best = best_shapes({shape: letter(("prefill", shape)) for shape in shapes})
     scored = shapes if config.scoring else ()
     filled = {letter(("score", shape)) for shape in scored if shape in best}
@@ -77,7 +101,8 @@ def _narrow(config: EngineConfig, ledger: Ledger) -> EngineConfig:
             f"buckets.\n{ledger.table()}"
         )
     for key in [
-        *(generating_key(config, b) for b in buckets if b not in kept),
+        *((kind, b) for kind in kinds for b in buckets if b not in kept),
+        *(("decode", b) for b in kept if not config.adapts_drafts and len(kinds) > 1),
         *(("prefill", shape) for shape in shapes if shape not in best),
         *(("score", shape) for shape in scored if shape not in best),
         *(("sample", v, b) for v in VARIANTS for b in buckets if b not in kept),
@@ -89,7 +114,7 @@ def _narrow(config: EngineConfig, ledger: Ledger) -> EngineConfig:
 def _is_one_class(config: EngineConfig, ledger: Ledger) -> bool:
     """Whether the kept programs of filling and generating give the same bits."""
     keys = [
-        *(generating_key(config, b) for b in config.decode_batch_sizes or ()),
+        *generating_keys(config),
         *(("prefill", shape) for shape in config.prefill_shapes or ()),
     ]
     letters = {ledger.entries[program_name(key)].bit_class for key in keys}

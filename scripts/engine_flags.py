@@ -66,13 +66,23 @@ flags.DEFINE_list(
     None,
     "Layers whose KV pages have the type of weights, where --kv_dtype has 8 bits.",
 )
-flags.DEFINE_enum(
-    "speculation",
+flags.DEFINE_string(
+    "draft",
     None,
-    ["prompt-lookup"],
-    "Who drafts tokens that one pass verifies; changes no token.",
+    "Who drafts tokens that one pass verifies: 'prompt-lookup', a model, "
+    "'self:LAYERS', 'self:SCHEME' such as 'self:int4', 'medusa:PATH', 'eagle:PATH'.",
 )
 flags.DEFINE_integer("num_drafts", None, "Most drafts per request and pass.")
+flags.DEFINE_bool(
+    "adapts_drafts", None, "Drafts only while that is faster; on unless said."
+)
+flags.DEFINE_enum(
+    "acceptance",
+    None,
+    ["exact", "rejection"],
+    "'exact' drafts change no token; 'rejection' takes more of them and keeps the "
+    "distribution only.",
+)
 flags.DEFINE_enum(
     "policy",
     None,
@@ -90,7 +100,8 @@ flags.DEFINE_string("cache_dir", None, "Where weights and compiled programs are 
 
 _SETTINGS = (
     "num_slots", "max_context_len", "numerics", "policy", "quantization", "kv_dtype",
-    "keep_packed", "host_kv_bytes", "speculation", "num_drafts",
+    "keep_packed", "host_kv_bytes", "draft", "num_drafts",
+    "adapts_drafts", "acceptance",
 )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class StepSizes:
     @property
     def weights_bytes(self) -> int:
         """Of all parameters, by what the quantization says."""
-        from headrace.engine.memory_sizes import weights_bytes
+        from headrace.engine.weight_sizes import weights_bytes
 
         return weights_bytes(self.model, self._stored)
 
@@ -95,7 +95,7 @@ class StepSizes:
 
         Of a sample program it is the logits.
         """
-        from headrace.engine.memory_sizes import parameter_bytes
+        from headrace.engine.weight_sizes import parameter_bytes
 
         if kind == "sample":
             return self.logits_bytes
@@ -130,10 +130,10 @@ def step_programs(sizes: StepSizes, config: EngineConfig) -> dict[tuple, Any]:
       sizes: of the step.
       config: an engine whose buckets and pool are made to fit `sizes`.
     """
-    from headrace.engine.programs import VARIANTS, generating_key
+    from headrace.engine.programs import VARIANTS, generating_kinds
 
     keys = [
-        generating_key(config, sizes.rows),
+        *((kind, sizes.rows) for kind in generating_kinds(config)),
         ("prefill", (1, sizes.chunk)),
         *(("sample", variant, sizes.rows) for variant in VARIANTS),
     ]
@@ -163,24 +163,22 @@ def described(
 
     from headrace.checkpoints.quantize import Rounding, quantized_shapes
     from headrace.engine import programs
-    from headrace.engine.drafting import empty_drafting
     from headrace.engine.packed_layout import layout_of
     from headrace.engine.processors import empty_extras
+    from headrace.engine.proposers import cache_shapes, drafting_of, proposer_of
     from headrace.engine.sampling_params import num_top
     from headrace.engine.slots import empty_slots
-    from headrace.layers import kv_cache as kv
     from headrace.layers.models import build_model, param_shapes
 
     assert config.num_pages and config.num_slots
     assert config.param_dtype and config.kv_dtype
     rows, vocab_size = config.num_slots, model.vocab_size
     layout = layout_of(config)
-    pool = {"num_pages": config.num_pages, "page_size": config.page_size}
     operands = programs.Operands(
         params=quantized_shapes(
             param_shapes(model), config.param_dtype, Rounding.of(config)
         ),
-        kv_cache=kv.cache_shapes(model, **pool, storage=kv.KVStorage.of(config)),
+        kv_cache=cache_shapes(model, config),
         logits_BQV=jax.ShapeDtypeStruct(
             (rows, 1 + layout.num_drafts, vocab_size), jnp.float32
         ),
@@ -188,14 +186,13 @@ def described(
         extras=jax.eval_shape(
             lambda: empty_extras(rows, vocab_size, config.max_bad_words)
         ),
-        drafting=jax.eval_shape(lambda: empty_drafting(layout))
-        if layout.num_drafts
-        else None,
+        drafting=jax.eval_shape(lambda: drafting_of(model, config)),
     )
     options = {
         "model": build_model(model, config.param_dtype, config.kv_dtype_skip),
         "layout": layout,
         "num_top": num_top(config.max_logprobs),
+        "proposer": proposer_of(model, config),
     }
     return {key: programs.describe(key, operands, **options) for key in keys}
 

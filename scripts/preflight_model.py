@@ -10,12 +10,9 @@ import os
 import re
 
 from headrace.configs.schema import EngineConfig, ModelConfig
-from headrace.engine.memory_sizes import (
-    parameter_bytes,
-    token_bytes,
-    weights_bytes,
-)
+from headrace.engine.memory_sizes import token_bytes
 from headrace.engine.sizing import DeviceFacts
+from headrace.engine.weight_sizes import parameter_bytes, weights_bytes
 from headrace.scripts import gpu_compile
 
 # Dense bfloat16 products a second, without sparsity. Source: NVIDIA's datasheets.

@@ -2,7 +2,7 @@
 
     python -m headrace.scripts.verify_exactness invariance
     python -m headrace.scripts.verify_exactness invariance --model=FOLDER
-    python -m headrace.scripts.verify_exactness speculation --speculation=prompt-lookup
+    python -m headrace.scripts.verify_exactness speculation --draft=prompt-lookup
 
 Runs random requests alone, then in company, in shuffled order, arriving while others
 run, and with the prefix cache warm, in an engine whose pool is too small for all of
@@ -230,16 +230,14 @@ def verify_speculation() -> int:
     """Builds both engines, one after the other, and compares; the exit code.
 
     Raises:
-      ValueError: no --speculation.
+      ValueError: no --draft.
     """
-    if FLAGS.speculation is None:
-        raise ValueError("'speculation' needs --speculation, such as prompt-lookup")
+    if FLAGS.draft is None:
+        raise ValueError("'speculation' needs --draft, such as prompt-lookup")
     found = []
-    for proposer in (None, FLAGS.speculation):
+    for proposer in (None, FLAGS.draft):
         llm = engine_flags.build_llm(
-            lambda engine, p=proposer: dataclasses.replace(
-                _small(engine), speculation=p
-            )
+            lambda engine, p=proposer: dataclasses.replace(_small(engine), draft=p)
         )
         asked = trial.trial_requests(
             llm.model_config.vocab_size,

@@ -17,7 +17,7 @@ from headrace.checkpoints.quantize import Rounding
 from headrace.checkpoints.quantized_source import parse_quantization
 from headrace.configs.quantization import parse_scheme
 from headrace.configs.schema import EngineConfig
-from headrace.engine import memory_sizes
+from headrace.engine import weight_sizes
 from headrace.layers.quantized import QuantizedTensor, is_quantized, tree_bytes
 
 
@@ -103,7 +103,7 @@ def _assert_planned(checkpoint, dtype):
         quantization=checkpoint.quantization,
         quantization_skip=checkpoint.quantization_skip,
     )
-    planned = memory_sizes.weights_bytes(checkpoint.config, config)
+    planned = weight_sizes.weights_bytes(checkpoint.config, config)
     leaves = jax.tree.leaves(checkpoint.params, is_leaf=is_quantized)
     quantized = filter(is_quantized, leaves)
     extra = tree_bytes([(w.order, w.activation_scale) for w in quantized])

@@ -78,7 +78,7 @@ def test_state_is_counted_to_the_byte(slots, context, stops, bad_words, page_siz
         )
     )
     assert memory_sizes.state_bytes(model, config) == _nbytes(arrays)
-    drafts = dataclasses.replace(config, speculation="prompt-lookup", num_drafts=5)
+    drafts = dataclasses.replace(config, draft="prompt-lookup", num_drafts=5)
     more = jax.eval_shape(
         lambda: (
             jnp.zeros((slots, 5, V), jnp.float32), empty_drafting(layout_of(drafts))

@@ -9,7 +9,7 @@ import pytest
 from headrace import LLM, EngineConfig, SamplingParams
 from headrace.checkpoints.quantize import Rounding, round_checkpoint
 from headrace.configs.quantization import parse_scheme
-from headrace.engine import memory_sizes, sizing
+from headrace.engine import memory_sizes, sizing, weight_sizes
 from headrace.layers import kv_cache as kv
 from headrace.layers.quantized import is_quantized, tree_bytes
 from headrace.pallas_kernels.quantized_matmul import api
@@ -52,7 +52,7 @@ def test_bits_are_free_of_company_and_the_plan_counts_every_byte(
     together, alone, (config, num_bytes) = run(scheme)
     assert together[1] == alone
     assert config.quantization == scheme
-    assert memory_sizes.weights_bytes(tiny_config[0], config) == num_bytes
+    assert weight_sizes.weights_bytes(tiny_config[0], config) == num_bytes
 
 
 @pytest.mark.skipif(not api.cpu_identity(), reason="no C++ compiler here")

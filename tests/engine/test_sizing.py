@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from headrace.checkpoints.synthetic import synthetic_checkpoint
 from headrace.configs import EngineConfig, load_config, parse_config
-from headrace.engine.memory_sizes import num_params, page_bytes
+from headrace.engine.memory_sizes import page_bytes
 from headrace.engine.sizing import DeviceFacts, nearest, plan_of, resolve
+from headrace.engine.weight_sizes import num_params
 
 SMOL = parse_config(load_config("smollm2_135m"))[0]
 LLAMA_8B = parse_config(load_config("llama3_1_8b"))[0]
@@ -46,7 +47,7 @@ def test_zero_flags_give_a_whole_config_that_fits(model, device):
     open_keys = {k for k, v in dataclasses.asdict(config).items() if v is None}
     assert open_keys == {
         "max_queued_requests", "max_queued_tokens", "max_tokens_per_step",
-        "quantization", "speculation",
+        "quantization", "draft",
     }  # fmt: skip
     pool = config.num_pages * page_bytes(model, config.page_size, config.kv_dtype)
     weights = num_params(model) * (4 if device.platform == "cpu" else 2)

@@ -103,7 +103,7 @@ def test_decoded_pages_are_cached_only_where_both_roles_agree(
     wanted = numerics == "fast" or is_one
     assert runner.ledger.caches_output is wanted
     again = _runner(tiny_checkpoint, numerics, **odd)
-    warm_up(again, classes)
+    warm_up(again, {"classes": classes})
     assert again.ledger.caches_output is wanted
 
 
@@ -137,7 +137,7 @@ def test_an_unsteady_pair_is_not_chosen_over_one_steady_shape(tiny_checkpoint):
     classes = {e.name: e.bit_class for e in runner.ledger.entries.values()}
     classes |= {"prefill[1x32]": "B*", "prefill[2x64]": "B*"}
     again = _runner(tiny_checkpoint)
-    assert warm_up(again, classes).prefill_shapes == ((1, 16),)
+    assert warm_up(again, {"classes": classes}).prefill_shapes == ((1, 16),)
 
 
 def test_fast_mode_keeps_every_bucket_and_still_says_so(tiny_checkpoint):
@@ -159,7 +159,7 @@ def test_scores_that_generation_would_not_report_are_found(tiny_checkpoint):
     with pytest.raises(ValueError, match="numerics 'invariant' cannot be had"):
         warm_up(
             _runner(tiny_checkpoint, scoring=True, odd_scores=True),
-            {e.name: e.bit_class for e in odd.ledger.entries.values()},
+            {"classes": {e.name: e.bit_class for e in odd.ledger.entries.values()}},
         )
 
 
@@ -191,5 +191,5 @@ def test_a_stored_verdict_is_used_without_probing(tiny_checkpoint):
     classes = {e.name: e.bit_class for e in runner.ledger.entries.values()}
     again = _runner(tiny_checkpoint, odd_rows=12)
     before = again.logits_BQV
-    assert warm_up(again, classes).decode_batch_sizes == (8, 16)
+    assert warm_up(again, {"classes": classes}).decode_batch_sizes == (8, 16)
     assert again.logits_BQV is before and not jnp.any(before)

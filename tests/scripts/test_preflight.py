@@ -15,7 +15,7 @@ from headrace import LLM
 from headrace.configs import EngineConfig, load_config, parse_config
 from headrace.engine import device_facts as device_facts_module
 from headrace.engine import llm as llm_module
-from headrace.engine import memory_sizes, sizing
+from headrace.engine import sizing, weight_sizes
 from headrace.engine.sizing import DeviceFacts
 from headrace.scripts import engine_flags, gpu_compile, preflight
 from headrace.scripts.preflight_model import (
@@ -229,7 +229,7 @@ def floors():
 
 def test_decode_floor_is_bytes_until_the_products_take_longer(floors):
     def read(rows):
-        return 2 * (memory_sizes.num_params(LLAMA_8B) - HEAD + rows * 4096)
+        return 2 * (weight_sizes.num_params(LLAMA_8B) - HEAD + rows * 4096)
 
     assert floors.decode_ms(1, 0) == pytest.approx(1e3 * read(1) / 4.8e12)
     assert floors.decode_ms(1, 0) == pytest.approx(3.13, abs=0.01)
@@ -252,7 +252,7 @@ def test_prompt_floor_adds_its_chunks(floors):
         ms(2048, 0) + ms(2048, 2048) + ms(904, 4096)
     )
     # A short prompt waits for the weights.
-    read = 2 * (memory_sizes.num_params(LLAMA_8B) - HEAD + 16 * 4096)
+    read = 2 * (weight_sizes.num_params(LLAMA_8B) - HEAD + 16 * 4096)
     assert floors.prompt_ms(16) == pytest.approx(1e3 * (read + 16 * 131_072) / 4.8e12)
 
 

@@ -58,7 +58,7 @@ def test_it_has_to_be_said_what_to_verify(run):
 
 
 def test_drafts_change_no_bit_of_random_requests(run):
-    code, facts, _ = run("speculation", speculation="prompt-lookup")
+    code, facts, _ = run("speculation", draft="prompt-lookup")
     assert code == 0 and facts["differences"] == 0
     assert facts["num_accepted_tokens"] > 0 and facts["requests"] == 16
 
@@ -68,12 +68,12 @@ def test_a_draft_believed_without_a_look_fails_it(run, monkeypatch):
 
     def altered(llm, asked):
         found = real(llm, asked)
-        if llm.engine_config.speculation:
+        if llm.engine_config.draft:
             found[3][0][-1] += 1
         return found
 
     monkeypatch.setattr(trial, "run_requests", altered)
-    code, facts, _ = run("speculation", speculation="prompt-lookup")
+    code, facts, _ = run("speculation", draft="prompt-lookup")
     assert code == 1 and facts["differences"] == 1
 
 
@@ -90,4 +90,4 @@ def test_drafts_that_are_never_right_show_nothing(capsys):
 
 def test_speculation_has_to_be_named(run):
     code, _, errors = run("speculation")
-    assert code == 1 and "needs --speculation" in errors
+    assert code == 1 and "needs --draft" in errors

@@ -1,0 +1,139 @@
+"""Loads what a config's `draft` names, and refuses what does not fit the target."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+
+import jax
+
+from headrace.checkpoints.checkpoint import Checkpoint
+from headrace.checkpoints.load import load_checkpoint
+from headrace.checkpoints.quantize import Rounding, round_checkpoint
+from headrace.configs.drafts import DraftShapes, parse_draft
+from headrace.configs.quantization import parse_scheme
+from headrace.configs.schema import EngineConfig
+from headrace.engine import sizing
+from headrace.engine.device_facts import place_params
+from headrace.layers.inputs import Params
+from headrace.layers.quantized import tree_bytes
+
+Loaded = tuple[DraftShapes, Params]
+
+
+def load_draft(
+    target: Checkpoint,
+    config: EngineConfig,
+    facts: sizing.DeviceFacts,
+    cache_dir: str | os.PathLike[str] | None,
+) -> tuple[EngineConfig, Params]:
+    """The proposer's weights, on the device.
+
+    Args:
+      target: the model that verifies, as it is served.
+      config: sizes may be open.
+      facts: of the device.
+      cache_dir: see LLM.
+
+    Returns:
+      The config with the shapes of what was loaded, and its parameters; those that it
+      shares with the target are the target's own arrays.
+
+    Raises:
+      ValueError: there is no such model, it is made for another vocabulary or target,
+        or it has no room for the context.
+    """
+    if config.draft is None:
+        return config, {}
+    spec = parse_draft(config.draft)
+    dtype = config.param_dtype or sizing.default_dtype(facts)
+    if spec.kind == "prompt-lookup":
+        return config, {}
+    if spec.kind == "self-layers":
+        shapes, params = _first_layers(target, int(spec.argument))
+    elif spec.kind == "self-quantized":
+        shapes, params = _rounded(target, spec.argument, config.quantization_skip)
+    else:
+        draft = load_checkpoint(spec.argument, dtype=dtype, cache_dir=cache_dir)
+        shapes, params = _model(target, draft, config)
+    params = place_params(params, dtype)
+    return dataclasses.replace(config, draft_shapes=shapes), params
+
+
+def _first_layers(target: Checkpoint, num_layers: int) -> Loaded:
+    total = target.config.num_layers
+    if num_layers >= total:
+        raise ValueError(
+            f"draft 'self:{num_layers}' needs a target of more layers; this one has "
+            f"{total}, so at most self:{total - 1}"
+        )
+    wanted = [f"layer_{index}" for index in range(num_layers)]
+    params = {
+        name: part
+        for name, part in target.params.items()
+        if not name.startswith("layer_") or name in wanted
+    }
+    model = dataclasses.replace(target.config, num_layers=num_layers)
+    return DraftShapes(model=model, weights_bytes=0), params
+
+
+def _rounded(target: Checkpoint, scheme: str, skip: tuple[str, ...]) -> Loaded:
+    if target.quantization is not None:
+        raise ValueError(
+            f"draft 'self:{scheme}' rounds the target's weights, which are quantized "
+            f"already, as {target.quantization}; draft with some of its layers instead"
+        )
+    rounding = Rounding(scheme=parse_scheme(scheme), skip=skip)
+    params = round_checkpoint(target, rounding).params
+    theirs = set(map(id, jax.tree.leaves(target.params)))
+    own = [leaf for leaf in jax.tree.leaves(params) if id(leaf) not in theirs]
+    shapes = DraftShapes(model=target.config, weights_bytes=tree_bytes(own))
+    return shapes, params
+
+
+def _model(target: Checkpoint, draft: Checkpoint, config: EngineConfig) -> Loaded:
+    check_vocabulary(target, draft)
+    longest = config.max_context_len or target.config.context_len
+    if draft.config.context_len < longest:
+        raise ValueError(
+            f"the draft model's context_len {draft.config.context_len} is shorter than "
+            f"max_context_len {longest}; lower that to what both have"
+        )
+    shapes = DraftShapes(
+        model=draft.config, weights_bytes=tree_bytes(draft.params), has_pages=True
+    )
+    return shapes, draft.params
+
+
+def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
+    """Whether token ids mean the same to both.
+
+    Raises:
+      ValueError: they do not.
+    """
+    theirs, ours = draft.config.vocab_size, target.config.vocab_size
+    if theirs != ours:
+        raise ValueError(
+            f"the draft model has a vocabulary of {theirs} tokens, the target of "
+            f"{ours}; they must be the same"
+        )
+    if draft.tokenizer is None or target.tokenizer is None:
+        return
+    mine = _words(target.tokenizer.tokenizer_json)
+    other = _words(draft.tokenizer.tokenizer_json)
+    for word in mine.keys() | other.keys():
+        if mine.get(word) != other.get(word):
+            raise ValueError(
+                f"draft model and target have other vocabularies: {word!r} is token "
+                f"{other.get(word)} of the one, {mine.get(word)} of the other"
+            )
+
+
+def _words(tokenizer_json: str) -> Mapping[str, int]:
+    """Token ids by text."""
+    spec = json.loads(tokenizer_json)
+    vocab = spec["model"].get("vocab", {})
+    words = dict(vocab) if isinstance(vocab, dict) else {
+        word: index for index, (word, *_) in enumerate(vocab)
+    }  # fmt: skip
+    return words | {one["content"]: one["id"] for one in spec.get("added_tokens", [])}

@@ -1,0 +1,69 @@
+"""From a config to the proposer that it names, and to what that keeps on the device."""
+
+import jax
+import jax.numpy as jnp
+
+from headrace.configs.drafts import DraftKind, parse_draft
+from headrace.configs.schema import EngineConfig, ModelConfig
+from headrace.engine.draft_model import DraftModel
+from headrace.engine.drafting import Drafting, Proposer, empty_drafting
+from headrace.engine.packed_layout import layout_of
+from headrace.engine.prompt_lookup import PromptLookup
+from headrace.layers import kv_cache as kv
+from headrace.layers.models import build_model
+
+SELF_KINDS: tuple[DraftKind, ...] = ("self-layers", "self-quantized")
+
+
+def proposer_of(model: ModelConfig, config: EngineConfig) -> Proposer | None:
+    """The proposer of an engine; None drafts nothing.
+
+    Args:
+      model: the target's.
+      config: resolved, with the shapes of a draft that has any.
+    """
+    if config.draft is None:
+        return None
+    kind, shapes = parse_draft(config.draft).kind, config.draft_shapes
+    if kind == "prompt-lookup":
+        return PromptLookup()
+    assert shapes is not None and config.param_dtype, "the draft is not loaded"
+    groups = 1 + bool(config.kv_dtype_skip)
+    skip = config.kv_dtype_skip if kind in SELF_KINDS else ()
+    return DraftModel(
+        model=build_model(
+            shapes.model,
+            config.param_dtype,
+            tuple(layer for layer in skip if layer < shapes.model.num_layers),
+        ),
+        num_target_groups=groups,
+        has_pages=shapes.has_pages,
+    )
+
+
+def cache_shapes(
+    model: ModelConfig, config: EngineConfig
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+    """Pools of the target's KV groups, then of the proposer's own."""
+    assert config.num_pages and config.kv_dtype
+    sizes = {"num_pages": config.num_pages, "page_size": config.page_size}
+    groups = kv.cache_shapes(model, storage=kv.KVStorage.of(config), **sizes)
+    if (shapes := config.draft_shapes) is None or not shapes.has_pages:
+        return groups
+    storage = kv.KVStorage(dtype=config.kv_dtype)
+    return (*groups, *kv.cache_shapes(shapes.model, storage=storage, **sizes))
+
+
+def drafting_of(model: ModelConfig, config: EngineConfig) -> Drafting | None:
+    """An empty state of an engine's proposer; None where it has none."""
+    if config.draft is None:
+        return None
+    layout = layout_of(config)
+    B, K, V = layout.num_slots, layout.num_drafts, model.vocab_size
+    weights = hidden = None
+    if config.acceptance == "rejection":
+        weights = jax.ShapeDtypeStruct((B, K, V), jnp.float32)
+    if config.draft_shapes is not None and (D := config.draft_shapes.hidden_dim):
+        assert config.param_dtype
+        hidden = jax.ShapeDtypeStruct((B, 1 + K, D), jnp.dtype(config.param_dtype))
+    return empty_drafting(layout, hidden=hidden, weights=weights)
