@@ -180,6 +180,11 @@ class EngineConfig(FromMapping):
         check_choice("acceptance", self.acceptance, typing.get_args(Acceptance))
         check_choice("adapts_drafts", self.adapts_drafts, (False, True))
         check_int("num_drafts", self.num_drafts, 1, MAX_DRAFTS)
+        if self.acceptance == "rejection" and self.numerics != "fast":
+            raise ValueError(
+                "acceptance 'rejection' lets tokens depend on drafts, and needs "
+                f"numerics 'fast', got {self.numerics!r}"
+            )
         if self.draft is not None:
             parse_draft(self.draft)
             room = self.max_context_len

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from headrace.engine import sampler
+from headrace.engine.draft_sampling import draw_draft
 from headrace.engine.drafting import DRAFT, Drafting, most_drafts, with_drafts
 from headrace.engine.packed_layout import PackedLayout
-from headrace.engine.processors import Extras, process
+from headrace.engine.processors import Extras
 from headrace.engine.slots import SlotState, decoding_rows
 from headrace.engine.step_inputs import prompt_inputs, slot_inputs
 from headrace.layers.inputs import KVCache, ModelOutput, Params
@@ -118,8 +118,10 @@ class DraftModel:
                 method="logits",
             )
         kv_cache = (*kv_cache[: self._first_group], *mine)
-        token_B, weights_BV = draw_draft(z_BTV[:, 0], rows, extras, first_B + T - 1)
-        return kv_cache, (token_B, weights_BV if wants_weights else None)
+        drawn = draw_draft(
+            z_BTV[:, 0], rows, extras, first_B + T - 1, wants_weights=wants_weights
+        )
+        return kv_cache, drawn
 
     @property
     def _first_group(self) -> int:
@@ -153,40 +155,3 @@ class DraftModel:
         """As `Proposer.after_decode`."""
         del rows, output
         return drafting
-
-
-def draw_draft(
-    z_BV: Float[Array, "B V"],
-    rows: SlotState,
-    extras: Extras,
-    place_B: Int[Array, " B"],
-) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-    """The draft behind the tokens at `place_B`, as the target would sample it.
-
-    With the row's own parameters and the same noise as the target will use, so that
-    both choose alike where they agree. Counts are those before the drafts.
-
-    Returns:
-      Token ids, and the logits after penalties and biases.
-
-    Source: Daliri et al. 2024 (drafts that are coupled by Gumbel noise).
-    """
-    rows = dataclasses.replace(rows, position_B=place_B)
-    allows_all = jnp.full((z_BV.shape[0], -(-z_BV.shape[1] // 32)), -1, jnp.int32)
-    z_BV = jax.lax.cond(
-        jnp.any(rows.has_extras_B),
-        process,
-        lambda z, *_: z,
-        *(z_BV, rows, extras, allows_all),
-    )
-    token_B = sampler.sample_tokens(
-        z_BV,
-        seed_B2=rows.seed_B2,
-        position_B=place_B + 1,
-        temperature_B=rows.temperature_B,
-        top_k_B=rows.top_k_B,
-        top_p_B=rows.top_p_B,
-        min_p_B=rows.min_p_B,
-    )
-    # Where a model gives no numbers, any id will do.
-    return jnp.minimum(token_B, z_BV.shape[1] - 1), z_BV

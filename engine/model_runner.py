@@ -109,6 +109,7 @@ class ModelRunner:
             layout=self.layout,
             num_top=num_top(self.config.max_logprobs),
             proposer=self._proposer,
+            acceptance=self.config.acceptance,
         )
 
     def compile_all(self) -> None:

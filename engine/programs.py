@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from headrace.configs.drafts import Acceptance
 from headrace.configs.schema import EngineConfig
 from headrace.engine import drafting, page_moves, steps
 from headrace.engine.drafting import Drafting, Proposer
@@ -125,6 +126,7 @@ def describe(
     layout: PackedLayout,
     num_top: int,
     proposer: Proposer | None = None,
+    acceptance: Acceptance = "exact",
 ) -> Program:
     """A program's function and arguments.
 
@@ -135,11 +137,12 @@ def describe(
       layout: of the packed array.
       num_top: log-probabilities per token.
       proposer: who drafts, if anybody.
+      acceptance: of drafts.
     """
     kind, cache, logits_BQV = key[0], operands.kv_cache, operands.logits_BQV
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
     if kind == "sample":
-        return _sample(key, operands, packed, layout, num_top)
+        return _sample(key, operands, packed, layout, num_top, acceptance)
     row = jax.ShapeDtypeStruct((), jnp.int32)
     if kind == "logits":
         return Program(steps.logits_row, (logits_BQV, row), (), 0)
@@ -208,11 +211,13 @@ def _sample(
     packed: jax.ShapeDtypeStruct,
     layout: PackedLayout,
     num_top: int,
+    acceptance: Acceptance,
 ) -> Program:
     _, variant, bucket = key
     function = functools.partial(
-        sample, layout=layout, bucket=bucket, variant=variant, num_top=num_top
-    )
+        sample, layout=layout, bucket=bucket, variant=variant, num_top=num_top,
+        acceptance=acceptance,
+    )  # fmt: skip
     args: tuple[Any, ...] = (operands.slots, operands.logits_BQV, packed)
     output, extras = StepOutput(token_B=0, finish_B=0), None  # type: ignore[arg-type]
     donated: tuple[int, ...] = (0,)

@@ -61,7 +61,8 @@ def drafting_of(model: ModelConfig, config: EngineConfig) -> Drafting | None:
     layout = layout_of(config)
     B, K, V = layout.num_slots, layout.num_drafts, model.vocab_size
     weights = hidden = None
-    if config.acceptance == "rejection":
+    # A looked-up draft is certain: there is nothing to weigh.
+    if config.acceptance == "rejection" and config.draft != "prompt-lookup":
         weights = jax.ShapeDtypeStruct((B, K, V), jnp.float32)
     if config.draft_shapes is not None and (D := config.draft_shapes.hidden_dim):
         assert config.param_dtype

@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from headrace.configs.drafts import Acceptance
 from headrace.engine import sampler
+from headrace.engine.draft_sampling import filters_of
 from headrace.engine.drafting import Drafting, add_tokens, begin_step
 from headrace.engine.logprobs import TokenScores, token_scores
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.processors import Extras, count_tokens, process
+from headrace.engine.rejection import accept_or_resample
 from headrace.engine.sampling_params import SampleVariant
 from headrace.engine.schedule import (
     FINISH_LENGTH,
@@ -62,6 +65,7 @@ def sample(
     bucket: int,
     variant: SampleVariant,
     num_top: int,
+    acceptance: Acceptance = "exact",
 ) -> SampleResult:
     """Samples for every slot below `bucket` that has new logits, and advances it.
 
@@ -80,6 +84,7 @@ def sample(
         penalties, biases, masks and log-probabilities). A row gives the same token in
         each that can serve it.
       num_top: log-probabilities per token that "full" returns.
+      acceptance: how a draft comes to be a row's token, see EngineConfig.
     """
     slots, fresh_B = apply_packed(slots, packed, layout)
     rows = jax.tree.map(lambda leaf: leaf[:bucket], slots)
@@ -91,16 +96,17 @@ def sample(
         mask_BW=None if mask_BW is None else mask_BW[:bucket],
         variant=variant,
         num_top=num_top,
+        rejects=acceptance == "rejection",
     )
-    if drafting is not None:
+    if drafting is None:
+        state = _State(rows=rows, extras=extras, drafting=None, live_B=live_B)
+        state, output = one_place(state, _Place(raw_BV=logits_BQV[:bucket, 0]))
+    else:
         drafting = begin_step(drafting, rows, live_B, fresh_B[:bucket] | does_draft)
-    state = _State(rows=rows, extras=extras, drafting=drafting, live_B=live_B)
-    state, output = one_place(state, logits_BQV[:bucket, 0])
-    if drafting is not None:
         drafts_BK = jnp.where(fresh_B[:, None] | ~does_draft, -1, drafting.drafts_BK)
-        state, output = _follow_drafts(
-            state, output, logits_BQV[:bucket], drafts_BK[:bucket], one_place
-        )
+        drafting = dataclasses.replace(drafting, drafts_BK=drafts_BK)
+        state = _State(rows=rows, extras=extras, drafting=drafting, live_B=live_B)
+        state, output = _follow_drafts(state, logits_BQV[:bucket], one_place)
     return _put_back(slots, state.rows), output, state.extras, state.drafting
 
 
@@ -115,16 +121,30 @@ class _State:
     live_B: Bool[Array, " B"]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Logits of a place, its drafts (-1: none) and what these were drawn from."""
+
+    raw_BV: Float[Array, "B V"]
+    draft_B: Int[Array, " B"] | None = None
+    weights_BV: Float[Array, "B V"] | None = None
+
+
 def _sample_place(
     state: _State,
-    raw_BV: Float[Array, "B V"],
+    place: _Place,
     *,
     mask_BW: Int[Array, "B W"] | None,
     variant: SampleVariant,
     num_top: int,
+    rejects: bool,
 ) -> tuple[_State, StepOutput]:
     """One token of each live row, from its own logits."""
-    rows, extras, drafting, z_BV = state.rows, state.extras, state.drafting, raw_BV
+    rows, extras, drafting, raw_BV = (
+        state.rows, state.extras, state.drafting, place.raw_BV
+    )  # fmt: skip
+    z_BV = raw_BV
     if variant == "full":
         assert extras is not None and mask_BW is not None
         # Most steps have nothing to process; it changes no bit where it is skipped.
@@ -137,15 +157,13 @@ def _sample_place(
     if variant == "greedy":
         token_B = sampler.sample_greedy(z_BV)
     else:
-        token_B = sampler.sample_tokens(
-            z_BV,
-            seed_B2=rows.seed_B2,
-            position_B=rows.position_B + 1,
-            temperature_B=rows.temperature_B,
-            top_k_B=rows.top_k_B,
-            top_p_B=rows.top_p_B,
-            min_p_B=rows.min_p_B,
-        )
+        counters = {"seed_B2": rows.seed_B2, "position_B": rows.position_B + 1}
+        token_B = sampler.sample_tokens(z_BV, **counters, **filters_of(rows))
+        if rejects and place.draft_B is not None:
+            score_BV = sampler.filtered_scores(z_BV, **filters_of(rows))
+            drafts = place.draft_B, place.weights_BV
+            taken_B = accept_or_resample(score_BV, *drafts, **counters)
+            token_B = jnp.where(place.draft_B >= 0, taken_B, token_B)
     scores, is_stuck_B = None, jnp.zeros(token_B.shape, bool)
     if variant == "full":
         assert extras is not None
@@ -161,33 +179,48 @@ def _sample_place(
 
 def _follow_drafts(
     state: _State,
-    first: StepOutput,
     logits_BQV: Float[Array, "B Q V"],
-    drafts_BK: Int[Array, "B K"],
     one_place: Callable[..., tuple[_State, StepOutput]],
 ) -> tuple[_State, StepOutput]:
-    """Samples at the places behind accepted drafts, as if each were its own step.
+    """Samples place by place, as if each were its own step, while drafts are right.
 
     The token at a place is what the target samples there, whatever was drafted; the
     draft only says whether the logits of the next place are those of this text.
     """
+    assert state.drafting is not None
+    drafts_BK = state.drafting.drafts_BK[: logits_BQV.shape[0]]
+    weights_BKV = state.drafting.weights_BKV
+    K = drafts_BK.shape[1]
+
+    def place_of(index: Int[Array, ""]) -> _Place:
+        def at(array: Array, index: Array) -> Array:
+            row = jax.lax.dynamic_index_in_dim(array, index, 1, keepdims=False)
+            return row[: logits_BQV.shape[0]]
+
+        draft_B = jnp.where(index < K, at(drafts_BK, jnp.minimum(index, K - 1)), -1)
+        weights_BV = None
+        if weights_BKV is not None:
+            weights_BV = at(weights_BKV, jnp.minimum(index, K - 1))
+        raw_BV = at(logits_BQV, index)
+        return _Place(raw_BV=raw_BV, draft_B=draft_B, weights_BV=weights_BV)
+
     nobody_B = jnp.zeros_like(state.live_B)
+    state, first = one_place(state, place_of(jnp.int32(0)))
     first = dataclasses.replace(first, live_B=state.live_B, is_draft_B=nobody_B)
 
     def follow(carry: Any, draft: Any) -> tuple[Any, StepOutput]:
         state, token_B, finish_B = carry
-        place, draft_B = draft
+        index, draft_B = draft
         is_right_B = (token_B == draft_B) & (finish_B == FINISH_RUNNING)
         state = dataclasses.replace(state, live_B=state.live_B & is_right_B)
-        raw_BV = jax.lax.dynamic_index_in_dim(logits_BQV, place, 1, keepdims=False)
 
-        def nothing(state: _State, raw_BV: Array) -> tuple[_State, StepOutput]:
-            del raw_BV
+        def nothing(state: _State, place: _Place) -> tuple[_State, StepOutput]:
+            del place
             zeros = jax.tree.map(jnp.zeros_like, first)
             return state, dataclasses.replace(zeros, live_B=None, is_draft_B=None)
 
         state, output = jax.lax.cond(
-            jnp.any(state.live_B), one_place, nothing, state, raw_BV
+            jnp.any(state.live_B), one_place, nothing, state, place_of(index)
         )
         output = dataclasses.replace(
             output, live_B=state.live_B, is_draft_B=draft_B >= 0
@@ -196,7 +229,7 @@ def _follow_drafts(
 
     later: StepOutput
     # On a GPU written out: a loop around branches would leave the command buffer.
-    places_K = 1 + jnp.arange(drafts_BK.shape[1], dtype=jnp.int32)
+    places_K = 1 + jnp.arange(K, dtype=jnp.int32)
     carry: Any = (state, first.token_B, first.finish_B)
     (state, *_), later = jax.lax.scan(
         follow, carry, (places_K, drafts_BK.T), unroll=gpu_capability() is not None

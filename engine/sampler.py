@@ -192,6 +192,37 @@ def sample_tokens(
     return jax.lax.platform_dependent(*rows, cpu=only_if_asked, default=_draw)
 
 
+def filtered_scores(
+    z_BV: Float[Array, "B V"],
+    *,
+    temperature_B: Float[Array, " B"],
+    top_k_B: Int[Array, " B"],
+    top_p_B: Float[Array, " B"],
+    min_p_B: Float[Array, " B"],
+) -> Float[Array, "B V"]:
+    """Logarithms, up to a constant, of what `sample_tokens` draws from.
+
+    Tokens that filters leave out are -inf; a greedy row has one token.
+    """
+    greedy_B1 = (temperature_B == 0)[:, None]
+    scaled_BV = _scaled(z_BV, greedy_B1, temperature_B, min_p_B)
+    scaled_BV = jnp.where(keep_top_k(scaled_BV, top_k_B), scaled_BV, -jnp.inf)
+    scaled_BV = jnp.where(keep_top_p(scaled_BV, top_p_B), scaled_BV, -jnp.inf)
+    best_B1 = sample_greedy(z_BV)[:, None]
+    is_best_BV = jnp.arange(z_BV.shape[1], dtype=jnp.int32) == best_B1
+    return jnp.where(greedy_B1, jnp.where(is_best_BV, 0, -jnp.inf), scaled_BV)
+
+
+def _scaled(
+    z_BV: Float[Array, "B V"],
+    greedy_B1: Bool[Array, "B 1"],
+    temperature_B: Float[Array, " B"],
+    min_p_B: Float[Array, " B"],
+) -> Float[Array, "B V"]:
+    scaled_BV = z_BV / jnp.where(greedy_B1, 1, temperature_B[:, None])
+    return jnp.where(keep_min_p(scaled_BV, min_p_B), scaled_BV, -jnp.inf)
+
+
 def _draw(
     z_BV: Float[Array, "B V"],
     seed_B2: UInt[Array, "B 2"],
@@ -201,8 +232,7 @@ def _draw(
 ) -> Int[Array, " B"]:
     top_k_B, top_p_B, min_p_B = filters_B
     greedy_B1 = (temperature_B == 0)[:, None]
-    scaled_BV = z_BV / jnp.where(greedy_B1, 1, temperature_B[:, None])
-    scaled_BV = jnp.where(keep_min_p(scaled_BV, min_p_B), scaled_BV, -jnp.inf)
+    scaled_BV = _scaled(z_BV, greedy_B1, temperature_B, min_p_B)
     # A search that no row asks for is skipped; for the others it changes nothing.
     scaled_BV = jax.lax.cond(
         jnp.any(top_k_B > 0),

@@ -193,6 +193,7 @@ def described(
         "layout": layout,
         "num_top": num_top(config.max_logprobs),
         "proposer": proposer_of(model, config),
+        "acceptance": config.acceptance,
     }
     return {key: programs.describe(key, operands, **options) for key in keys}
 

@@ -21,6 +21,8 @@ def test_bad_settings_are_refused():
     }.items():
         with pytest.raises(ValueError, match=message):
             EngineConfig(draft=draft)
+    with pytest.raises(ValueError, match="'rejection' .* needs numerics 'fast', got"):
+        EngineConfig(draft="prompt-lookup", acceptance="rejection")
     with pytest.raises(ValueError, match="num_drafts must leave room .* 5, got 4"):
         EngineConfig(draft="prompt-lookup", num_drafts=4, max_context_len=5)
 

@@ -177,16 +177,19 @@ def test_text_rules_hold_at_every_token_of_a_pass(engines):
         assert "".join(p.outputs[0].text for p in pieces) == wanted.outputs[0].text
 
 
-def test_fast_mode_computes_again_who_gave_way(tiny_checkpoint, tiny_config, engines):
+@pytest.mark.parametrize("acceptance", ["exact", "rejection"])
+def test_fast_mode_computes_again_who_gave_way(
+    tiny_checkpoint, tiny_config, tiny_llm, acceptance
+):
     config = dataclasses.replace(
-        tiny_config[1], draft="prompt-lookup", num_drafts=2, num_pages=70,
-        numerics="fast", adapts_drafts=False,
+        tiny_config[1], draft="self:1", num_drafts=2, num_pages=70,
+        numerics="fast", adapts_drafts=False, acceptance=acceptance,
     )  # fmt: skip
     llm = LLM.from_checkpoint(tiny_checkpoint, config=config)
     prompts = [dict(prompt_token_ids=[1 + i, 2, 3] * 20) for i in range(24)]
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     found = llm.generate(prompts, params, use_tqdm=False)
-    wanted = engines[0].generate(prompts, params, use_tqdm=False)
+    wanted = tiny_llm.generate(prompts, params, use_tqdm=False)
     stats = llm.stats()
     llm.close()
     assert [o.outputs[0].token_ids for o in found] == [
