@@ -49,7 +49,7 @@ def model_config(folder: pathlib.Path) -> ModelConfig:
     path = folder / "config.json"
     raw = read_json(path)
     family = _family(path, raw)
-    rope_base, rope_scaling = _rope(path, raw)
+    rope_base, rope_scaling = rope(path, raw)
     required = (
         "hidden_size", "intermediate_size", "num_hidden_layers",
         "num_attention_heads", "vocab_size", "max_position_embeddings",
@@ -102,8 +102,12 @@ def _family(path: pathlib.Path, raw: dict) -> Any:
     return found[0]
 
 
-def _rope(path: pathlib.Path, raw: dict) -> tuple[float, RopeScaling | None]:
-    """Base and stretching, from the older keys or from `rope_parameters`."""
+def rope(path: pathlib.Path, raw: dict) -> tuple[float, RopeScaling | None]:
+    """Base and stretching, from the older keys or from `rope_parameters`.
+
+    Raises:
+      ValueError: a stretching that the model code does not have.
+    """
     newer = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or newer
     for name, value in (("rope_parameters", newer), ("rope_scaling", scaling)):

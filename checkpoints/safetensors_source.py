@@ -27,12 +27,17 @@ _DTYPES = _FLOATS | {
 
 
 class SafetensorsSource:
-    """The tensors of a folder's shards by name, read when asked for."""
+    """The tensors of a folder's shards by name, read when asked for.
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    Args:
+      folder: of the shards.
+      file: the only one, if it has a name of its own.
+    """
+
+    def __init__(self, folder: pathlib.Path, file: str | None = None) -> None:
         self._tensors: dict[str, tuple[mmap.mmap, int, dict]] = {}
         self._mapped: mmap.mmap | None = None
-        self.paths = _shard_paths(folder)
+        self.paths = [folder / file] if file else _shard_paths(folder)
         for path in self.paths:
             _check(path)
             mapped, start, header = _open(path)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from headrace.configs.checks import check_choice, check_int
+from headrace.configs.checks import check_choice, check_int, check_tuple
 from headrace.configs.mapping import FromMapping
 from headrace.configs.model_config import ModelConfig
 from headrace.configs.quantization import parse_scheme
@@ -73,12 +73,16 @@ class DraftShapes(FromMapping):
       weights_bytes: of its weights, those that it shares with the target not counted.
       has_pages: it keeps keys and values of its own, in the target's pages.
       hidden_dim: of the target's hidden states that it reads; 0 reads none.
+      aux_layers: of the target, whose inputs it reads instead of the last hidden state.
+      draft_vocab: tokens that it can draft, where these are not all.
     """
 
     model: ModelConfig
     weights_bytes: int
     has_pages: bool = False
     hidden_dim: int = 0
+    aux_layers: tuple[int, ...] = ()
+    draft_vocab: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.model, Mapping):
@@ -87,6 +91,8 @@ class DraftShapes(FromMapping):
         check_int("weights_bytes", self.weights_bytes, 0)
         check_choice("has_pages", self.has_pages, (False, True))
         check_int("hidden_dim", self.hidden_dim, 0)
+        check_tuple("aux_layers", self.aux_layers)
+        check_int("draft_vocab", self.draft_vocab, 0)
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON-ready inverse of `from_mapping`."""

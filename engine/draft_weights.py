@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from headrace.checkpoints.checkpoint import Checkpoint
+from headrace.checkpoints.draft_heads import load_eagle, load_medusa
 from headrace.checkpoints.load import load_checkpoint
 from headrace.checkpoints.quantize import Rounding, round_checkpoint
 from headrace.configs.drafts import DraftShapes, parse_draft
@@ -53,10 +56,15 @@ def load_draft(
         shapes, params = _first_layers(target, int(spec.argument))
     elif spec.kind == "self-quantized":
         shapes, params = _rounded(target, spec.argument, config.quantization_skip)
+    elif spec.kind == "medusa":
+        shapes, params = _medusa(target, spec.argument, config.num_drafts, dtype)
+    elif spec.kind == "eagle":
+        shapes, params = _eagle(target, spec.argument, dtype)
     else:
         draft = load_checkpoint(spec.argument, dtype=dtype, cache_dir=cache_dir)
         shapes, params = _model(target, draft, config)
-    params = place_params(params, dtype)
+    if spec.kind not in ("medusa", "eagle"):
+        params = place_params(params, dtype)
     return dataclasses.replace(config, draft_shapes=shapes), params
 
 
@@ -103,6 +111,46 @@ def _model(target: Checkpoint, draft: Checkpoint, config: EngineConfig) -> Loade
         model=draft.config, weights_bytes=tree_bytes(draft.params), has_pages=True
     )
     return shapes, draft.params
+
+
+def _medusa(target: Checkpoint, path: str, num_drafts: int, dtype: str) -> Loaded:
+    head = load_medusa(path, target.config, _placer(dtype))
+    if num_drafts > (most := len(head.params)):
+        raise ValueError(
+            f"num_drafts must be at most {most}, the number of Medusa heads in {path}, "
+            f"got {num_drafts}"
+        )
+    shapes = DraftShapes(
+        model=dataclasses.replace(target.config, num_layers=1),
+        weights_bytes=tree_bytes(head.params),
+        hidden_dim=target.config.model_dim,
+    )
+    return shapes, head.params
+
+
+def _eagle(target: Checkpoint, path: str, dtype: str) -> Loaded:
+    head = load_eagle(path, target.config, _placer(dtype))
+    assert head.config is not None
+    shapes = DraftShapes(
+        model=head.config,
+        weights_bytes=tree_bytes(head.params),
+        has_pages=True,
+        hidden_dim=target.config.model_dim * max(1, len(head.aux_layers)),
+        aux_layers=head.aux_layers,
+        draft_vocab=head.draft_vocab,
+    )
+    return shapes, head.params
+
+
+def _placer(dtype: str) -> Callable[[np.ndarray], jax.Array]:
+    """Brings floats to the device in one type, and integers as they are."""
+
+    def place(array: np.ndarray) -> jax.Array:
+        if np.issubdtype(array.dtype, np.integer):
+            return jnp.asarray(array)
+        return jnp.asarray(array, jnp.dtype(dtype))
+
+    return place
 
 
 def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:

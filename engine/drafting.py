@@ -33,7 +33,8 @@ class Drafting:
       drafts_BK: by slot, the drafts of this step in order, -1 where there is none.
       history_BL: tokens by position, prompt and output.
       is_ready_B: the proposer's own pages hold the row's whole text.
-      num_new_B: tokens that the last step gave the row; 0 where nothing of it is known.
+      num_new_B: tokens that the last step gave the row; under 1 where the proposer
+        knows nothing of it.
       hidden_BQD: of the target where it gave these tokens, if the proposer reads it.
       weights_BKV: logarithms of how likely the proposer found each token, up to a
         constant, where drafts are accepted by rejection sampling.
@@ -185,10 +186,13 @@ def begin_step(
       is_followed_B: whose new tokens the proposer has taken in, or will.
     """
     row_B = jnp.where(live_B, rows.extra_row_B, drafting.num_new_B.shape[0])
+    # Far below 0 stays below whatever is added.
+    unknown = -drafting.history_BL.shape[1]
+    num_new_B = jnp.where(is_followed_B, 0, unknown)
     is_ready_B = drafting.is_ready_B[rows.extra_row_B] & is_followed_B
     return dataclasses.replace(
         drafting,
-        num_new_B=drafting.num_new_B.at[row_B].set(0, mode="drop"),
+        num_new_B=drafting.num_new_B.at[row_B].set(num_new_B, mode="drop"),
         is_ready_B=drafting.is_ready_B.at[row_B].set(is_ready_B, mode="drop"),
     )
 

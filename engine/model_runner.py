@@ -35,7 +35,12 @@ from headrace.engine.programs import (
     program_keys,
     program_name,
 )
-from headrace.engine.proposers import cache_shapes, drafting_of, proposer_of
+from headrace.engine.proposers import (
+    build_target,
+    cache_shapes,
+    drafting_of,
+    proposer_of,
+)
 from headrace.engine.request import Request
 from headrace.engine.sample_step import StepOutput
 from headrace.engine.sampling_params import num_top
@@ -43,7 +48,6 @@ from headrace.engine.schedule import PageCopy, PageMove, StepResult
 from headrace.engine.slots import empty_slots
 from headrace.layers import kv_cache as kv
 from headrace.layers.inputs import Params
-from headrace.layers.models import build_model
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +77,7 @@ class ModelRunner:
         self.layout = layout_of(config)
         self.ledger = Ledger()
         self.params = params
-        self._model = model or build_model(
-            model_config, config.param_dtype, config.kv_dtype_skip
-        )
+        self._model = model or build_target(model_config, config)
         self._store = store
         self._programs: dict[ProgramKey, Any] = {}
         self._pending: collections.deque[Pending] = collections.deque()

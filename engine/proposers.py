@@ -1,5 +1,7 @@
 """From a config to the proposer that it names, and to what that keeps on the device."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -7,10 +9,13 @@ from headrace.configs.drafts import DraftKind, parse_draft
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.draft_model import DraftModel
 from headrace.engine.drafting import Drafting, Proposer, empty_drafting
+from headrace.engine.eagle import EagleChain
+from headrace.engine.medusa import Medusa
 from headrace.engine.packed_layout import layout_of
 from headrace.engine.prompt_lookup import PromptLookup
 from headrace.layers import kv_cache as kv
 from headrace.layers.models import build_model
+from headrace.layers.models.eagle import Eagle
 
 SELF_KINDS: tuple[DraftKind, ...] = ("self-layers", "self-quantized")
 
@@ -28,7 +33,14 @@ def proposer_of(model: ModelConfig, config: EngineConfig) -> Proposer | None:
     if kind == "prompt-lookup":
         return PromptLookup()
     assert shapes is not None and config.param_dtype, "the draft is not loaded"
+    if kind == "medusa":
+        return Medusa()
     groups = 1 + bool(config.kv_dtype_skip)
+    if kind == "eagle":
+        head = Eagle(
+            shapes.model, len(shapes.aux_layers), shapes.draft_vocab, config.param_dtype
+        )
+        return EagleChain(head, build_target(model, config), groups)
     skip = config.kv_dtype_skip if kind in SELF_KINDS else ()
     return DraftModel(
         model=build_model(
@@ -39,6 +51,18 @@ def proposer_of(model: ModelConfig, config: EngineConfig) -> Proposer | None:
         num_target_groups=groups,
         has_pages=shapes.has_pages,
     )
+
+
+def build_target(model: ModelConfig, config: EngineConfig) -> Any:
+    """The Linen module of the target, which gives what the proposer reads.
+
+    Args:
+      model: its shapes.
+      config: resolved.
+    """
+    assert config.param_dtype
+    aux_layers = config.draft_shapes.aux_layers if config.draft_shapes else ()
+    return build_model(model, config.param_dtype, config.kv_dtype_skip, aux_layers)
 
 
 def cache_shapes(

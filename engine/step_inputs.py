@@ -34,6 +34,27 @@ def prompt_inputs(
     )
 
 
+def ending_prompts(
+    rows: Int[Array, "W X"], num_chunks: int, layout: PackedLayout
+) -> tuple[Int[Array, " W"], Int[Array, " W"]]:
+    """Where the last token of each prompt that ends in this step is, and who wants it.
+
+    Args:
+      rows: of the packed array.
+      num_chunks: rows of the prefill call.
+      layout: where the fields lie.
+
+    Returns:
+      For each row a row of the call, a fork's being its leader's; and a slot, beyond
+      the last where nothing ends.
+    """
+    source_W, index_W = layout.field(rows, "source"), jnp.arange(rows.shape[0])
+    is_mine_W = (layout.field(rows, "is_last") == 1) | (source_W > 0)
+    own_W = jnp.minimum(index_W, num_chunks - 1)
+    taken_W = jnp.where(source_W > 0, source_W - 1, own_W)
+    return taken_W, jnp.where(is_mine_W, layout.field(rows, "slot"), layout.num_slots)
+
+
 def slot_inputs(
     rows: SlotState,
     tokens_BT: Int[Array, "B T"],

@@ -16,7 +16,11 @@ from headrace.engine.drafting import Drafting, Proposer
 from headrace.engine.logprobs import TokenScores, token_scores
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.slots import SlotState, decoding_rows
-from headrace.engine.step_inputs import prompt_inputs, slot_inputs
+from headrace.engine.step_inputs import (
+    ending_prompts,
+    prompt_inputs,
+    slot_inputs,
+)
 from headrace.layers.inputs import KVCache, Params
 from headrace.layers.linear import rows_up_to
 
@@ -208,9 +212,5 @@ def _write_last(
     hidden_RD = jnp.pad(hidden_RD, ((0, max(0, MIN_HEAD_ROWS - R)), (0, 0)))
     with rows_up_to(layout.max_tokens):
         new_RV = model.apply({"params": params}, hidden_RD, method="logits")[:R]
-    # A fork takes its leader's row, a chunk its own.
-    source_W, index_W = layout.field(rows, "source"), jnp.arange(rows.shape[0])
-    is_mine_W = (layout.field(rows, "is_last") == 1) | (source_W > 0)
-    taken_W = jnp.where(source_W > 0, source_W - 1, jnp.minimum(index_W, R - 1))
-    slot_W = jnp.where(is_mine_W, layout.field(rows, "slot"), layout.num_slots)
+    taken_W, slot_W = ending_prompts(rows, R, layout)
     return logits_BQV.at[slot_W, 0].set(new_RV[taken_W], mode="drop")

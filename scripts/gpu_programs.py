@@ -165,10 +165,15 @@ def described(
     from headrace.engine import programs
     from headrace.engine.packed_layout import layout_of
     from headrace.engine.processors import empty_extras
-    from headrace.engine.proposers import cache_shapes, drafting_of, proposer_of
+    from headrace.engine.proposers import (
+        build_target,
+        cache_shapes,
+        drafting_of,
+        proposer_of,
+    )
     from headrace.engine.sampling_params import num_top
     from headrace.engine.slots import empty_slots
-    from headrace.layers.models import build_model, param_shapes
+    from headrace.layers.models import param_shapes
 
     assert config.num_pages and config.num_slots
     assert config.param_dtype and config.kv_dtype
@@ -189,7 +194,7 @@ def described(
         drafting=jax.eval_shape(lambda: drafting_of(model, config)),
     )
     options = {
-        "model": build_model(model, config.param_dtype, config.kv_dtype_skip),
+        "model": build_target(model, config),
         "layout": layout,
         "num_top": num_top(config.max_logprobs),
         "proposer": proposer_of(model, config),

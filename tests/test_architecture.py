@@ -20,10 +20,10 @@ MAY_IMPORT["pallas_kernels"] = {"pallas_kernels"}
 # Every other file of engine/ is host side and runs without jax.
 DEVICE_SIDE = """
 async_llm batch_run device_facts draft_costs draft_model draft_sampling draft_weights
-drafting llm logprobs loop model_runner page_moves pending probe probe_sampling
-probe_scoring processors program_store programs prompt_lookup proposers rejection
-sample_step sampler scoring server service slots start_up step_inputs steps thresholds
-warmup
+drafting eagle hidden_states llm logprobs loop medusa model_runner page_moves pending
+probe probe_sampling probe_scoring processors program_store programs prompt_lookup
+proposers rejection sample_step sampler scoring server service slots start_up
+step_inputs steps thresholds warmup
 """.split()
 NEEDS_JAX = {"jax", "jaxlib", "flax", "orbax", "chex", "optax"}  # jax comes with each
 MAX_LINES, MAX_KERNEL_LINES, MAX_POSITIONAL = 300, 400, 6

@@ -6,7 +6,10 @@ from headrace.configs.schema import ModelConfig
 
 
 def build_model(
-    config: ModelConfig, param_dtype: str, kv_skip: tuple[int, ...] = ()
+    config: ModelConfig,
+    param_dtype: str,
+    kv_skip: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> Any:
     """The Linen module of the config's family.
 
@@ -15,6 +18,7 @@ def build_model(
       param_dtype: of weights that are not quantized, and of what layers hand on.
       kv_skip: layers whose KV pages are stored in another type, see
         `kv_cache.KVStorage`.
+      aux_layers: layers whose inputs are given as `ModelOutput.aux_hidden`.
 
     Raises:
       ValueError: no such family; the known ones are listed.
@@ -26,7 +30,7 @@ def build_model(
         raise ValueError(
             f"no model family {config.family!r}; known: {sorted(families)}"
         )
-    return families[config.family](config, param_dtype, kv_skip)
+    return families[config.family](config, param_dtype, kv_skip, aux_layers)
 
 
 def param_shapes(config: ModelConfig) -> dict:

@@ -24,6 +24,7 @@ class Llama(nn.Module):
     config: ModelConfig
     param_dtype: str = "float32"
     kv_skip: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def setup(self) -> None:
         """Declares the embedding, the blocks, the final norm and the head."""
@@ -50,7 +51,8 @@ class Llama(nn.Module):
           inputs: see ModelInputs.
 
         Returns:
-          Normed hidden states of every token, and the updated cache.
+          Normed hidden states of every token, with what goes into each of
+          `aux_layers`, and the updated cache.
         """
         c = self.config
         groups = list(kv_cache)
@@ -64,12 +66,16 @@ class Llama(nn.Module):
             for table in inputs.page_tables
         ]
         x_BTD = linear.embed(self.embedding, inputs.tokens_BT, self.param_dtype)
+        aux_hidden = []
         for layer, (group, _) in enumerate(kv.layer_slots(c, self.kv_skip)):
+            if layer in self.aux_layers:
+                aux_hidden.append(x_BTD)
             x_BTD, groups[group] = getattr(self, f"block_{layer}")(
                 x_BTD, groups[group], inputs, rotary=rotary, places=places[group]
             )
         hidden_BTD = rms_norm(x_BTD, self.final_norm, c.norm_eps)
-        return ModelOutput(hidden_BTD=hidden_BTD), tuple(groups)
+        output = ModelOutput(hidden_BTD=hidden_BTD, aux_hidden=tuple(aux_hidden))
+        return output, tuple(groups)
 
     def logits(
         self,
