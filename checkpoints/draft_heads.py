@@ -153,8 +153,8 @@ def _fusing(tensors: _Tensors, fused: int, D: int, V: int) -> tuple[dict, int]:
         ids = np.arange(len(offsets), dtype=np.int32) + offsets.astype(np.int32)
     if ids.min() < 0 or ids.max() >= V:
         raise ValueError(
-            f"the head drafts token ids from {ids.min()} to {ids.max()}, the target has "
-            f"a vocabulary of {V}: it is made for another model"
+            f"the head drafts token ids from {ids.min()} to {ids.max()}, the target "
+            f"has a vocabulary of {V}: it is made for another model"
         )
     params = {
         "fc": tensors.take("fc.weight", D, fused * D),

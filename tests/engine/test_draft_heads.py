@@ -1,4 +1,4 @@
-"""Medusa and EAGLE heads: what they draft is what their papers say, and changes nothing.
+"""Medusa and EAGLE heads: they draft what their papers say, and change nothing.
 
 The reference here is float64, one sequence, without cache or pages, from the published
 tensors as they lie in the file.
