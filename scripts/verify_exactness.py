@@ -3,6 +3,8 @@
     python -m headrace.scripts.verify_exactness invariance
     python -m headrace.scripts.verify_exactness invariance --model=FOLDER
     python -m headrace.scripts.verify_exactness speculation --draft=prompt-lookup
+    python -m headrace.scripts.verify_exactness speculation --draft=self:int4 \
+        --acceptance=rejection --numerics=fast
 
 Runs random requests alone, then in company, in shuffled order, arriving while others
 run, and with the prefix cache warm, in an engine whose pool is too small for all of
@@ -10,7 +12,8 @@ them, so that some are preempted. Token ids and the bits of every log-probabilit
 compared. Exits with 1 on a difference, and also when a condition never came about: no
 cache hit, no preemption, no second chunk, no second decode bucket, no neighbour with
 other sampling parameters, no completions that share a prefill. "speculation" compares
-an engine with drafts and one without; it also fails where no draft was accepted.
+an engine with drafts and one without; it also fails where no draft was accepted. With
+--acceptance=rejection it compares distributions, by chi-square.
 """
 
 import dataclasses
@@ -23,13 +26,16 @@ from absl import app, flags
 
 from headrace.configs.schema import EngineConfig
 from headrace.engine.sampling_params import SamplingParams
-from headrace.scripts import engine_flags
+from headrace.scripts import engine_flags, rejection_trial
 from headrace.scripts import speculation_trial as trial
 from headrace.scripts.speculation_trial import Result, result_of
 
 FLAGS = flags.FLAGS
 
 flags.DEFINE_integer("num_requests", 24, "Requests of each run.", lower_bound=8)
+flags.DEFINE_integer(
+    "draws", 400, "Of each prompt, where rejection is tried.", lower_bound=50
+)
 flags.DEFINE_integer("trial_seed", 0, "Seed of prompts, parameters and orders.")
 
 SHARED_PAGES, MAX_OUTPUT = 2, 48
@@ -234,20 +240,31 @@ def verify_speculation() -> int:
     """
     if FLAGS.draft is None:
         raise ValueError("'speculation' needs --draft, such as prompt-lookup")
-    found = []
+    rejects = FLAGS.acceptance == "rejection"
+    found: list[Any] = []
     for proposer in (None, FLAGS.draft):
-        llm = engine_flags.build_llm(
-            lambda engine, p=proposer: dataclasses.replace(_small(engine), draft=p)
-        )
-        asked = trial.trial_requests(
-            llm.model_config.vocab_size,
-            min(128, llm.engine_config.max_context_len),
-            FLAGS.num_requests,
-            FLAGS.trial_seed,
-        )
-        found.append(trial.run_requests(llm, asked))
+
+        def change(engine: EngineConfig, draft: str | None = proposer) -> EngineConfig:
+            # What is tried are the drafts, so they are on in every step unless asked.
+            adapts = bool(FLAGS.adapts_drafts)
+            engine = _small(engine)
+            return dataclasses.replace(engine, draft=draft, adapts_drafts=adapts)
+
+        llm = engine_flags.build_llm(change)
+        if rejects:
+            found.append(rejection_trial.draw(llm, FLAGS.draws, FLAGS.trial_seed))
+        else:
+            asked = trial.trial_requests(
+                llm.model_config.vocab_size,
+                min(128, llm.engine_config.max_context_len),
+                FLAGS.num_requests,
+                FLAGS.trial_seed,
+            )
+            found.append(trial.run_requests(llm, asked))
         stats = llm.stats()["speculation"]
         llm.close()
+    if rejects:
+        return rejection_trial.report(*found, stats, FLAGS.trial_seed)
     return trial.compare(*found, stats)
 
 

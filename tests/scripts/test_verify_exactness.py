@@ -5,6 +5,7 @@ import json
 import pytest
 from absl.testing import flagsaver
 
+from headrace.scripts import rejection_trial
 from headrace.scripts import speculation_trial as trial
 from headrace.scripts import verify_exactness as verify
 
@@ -86,6 +87,32 @@ def test_drafts_that_are_never_right_show_nothing(capsys):
     )
     assert trial.compare([([1], [])], [([1], [])], stats) == 1
     assert "no draft was accepted" in capsys.readouterr().err
+
+
+REJECTION = {"draft": "self:1", "acceptance": "rejection", "numerics": "fast"}
+
+
+def test_rejection_keeps_the_distribution(run):
+    code, facts, _ = run("speculation", draws=100, **REJECTION)
+    assert code == 0 and facts["p_value"] > 1e-3
+    assert facts["num_accepted_tokens"] > 0 and facts["draws"] == 100
+
+
+def test_another_distribution_fails_it(run, monkeypatch):
+    real = rejection_trial.draw
+
+    def altered(llm, draws, seed):
+        found = real(llm, draws, seed)
+        if llm.engine_config.draft:
+            for counts in found:
+                (most, _), (second, many) = counts.most_common(2)
+                counts[most] += many
+                counts[second] = 0
+        return found
+
+    monkeypatch.setattr(rejection_trial, "draw", altered)
+    code, facts, _ = run("speculation", draws=400, **REJECTION)
+    assert code == 1 and facts["p_value"] < 1e-4
 
 
 def test_speculation_has_to_be_named(run):
