@@ -55,7 +55,7 @@ class DraftModel:
         can_B = decodes_B & (rows.max_drafts_B > 0)
         if self.has_pages:
             can_B &= drafting.is_ready_B[rows.extra_row_B]
-        most_B = most_drafts(rows, can_B)
+        most_B = most_drafts(drafting, rows, can_B)
         # With pages of its own the token before comes again: where all drafts were
         # right, the last of them is not in the pages.
         first_B = rows.position_B - int(self.has_pages)

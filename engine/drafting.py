@@ -20,6 +20,10 @@ from headrace.engine.request import Request
 from headrace.engine.slots import SlotState
 from headrace.layers.inputs import KVCache, ModelOutput, Params
 
+# A draft is worth its place where it is right this often, all before it included.
+_LEAST_CHANCE = 0.25
+# Weight of a draft in the running share of those that were right.
+_SKILL_WEIGHT = 0.1
 # The name of a proposer's own parameters among those of its target.
 DRAFT = "draft"
 
@@ -35,6 +39,8 @@ class Drafting:
       is_ready_B: the proposer's own pages hold the row's whole text.
       num_new_B: tokens that the last step gave the row; under 1 where the proposer
         knows nothing of it.
+      skill_B: share of the drafts that were looked at that were right, where the number
+        of drafts follows it.
       hidden_BQD: of the target where it gave these tokens, if the proposer reads it.
       weights_BKV: logarithms of how likely the proposer found each token, up to a
         constant, where drafts are accepted by rejection sampling.
@@ -44,6 +50,7 @@ class Drafting:
     history_BL: Int[Array, "B L"]
     is_ready_B: Bool[Array, " B"]
     num_new_B: Int[Array, " B"]
+    skill_B: Float[Array, " B"] | None = None
     hidden_BQD: Float[Array, "B Q D"] | None = None
     weights_BKV: Float[Array, "B K V"] | None = None
 
@@ -108,6 +115,7 @@ class Proposer(Protocol):
 def empty_drafting(
     layout: PackedLayout,
     *,
+    adapts: bool = False,
     hidden: jax.ShapeDtypeStruct | None = None,
     weights: jax.ShapeDtypeStruct | None = None,
 ) -> Drafting:
@@ -115,6 +123,7 @@ def empty_drafting(
 
     Args:
       layout: of the engine.
+      adapts: `skill_B` is kept.
       hidden: shape of `hidden_BQD`, where it is kept.
       weights: likewise of `weights_BKV`.
     """
@@ -128,6 +137,7 @@ def empty_drafting(
         history_BL=jnp.zeros((B, layout.max_context_len), jnp.int32),
         is_ready_B=jnp.zeros(B, bool),
         num_new_B=jnp.zeros(B, jnp.int32),
+        skill_B=jnp.ones(B, jnp.float32) if adapts else None,
         hidden_BQD=zeros(hidden),
         weights_BKV=zeros(weights),
     )
@@ -145,11 +155,13 @@ def set_history(
     drafting: Drafting, row: Int[Array, ""], tokens_L: Int[Array, " L"]
 ) -> Drafting:
     """The state (donated) for a row's new request, whose prompt is in the pages."""
+    skill_B = drafting.skill_B
     return dataclasses.replace(
         drafting,
         history_BL=drafting.history_BL.at[row].set(tokens_L),
         is_ready_B=drafting.is_ready_B.at[row].set(True),
         num_new_B=drafting.num_new_B.at[row].set(0),
+        skill_B=None if skill_B is None else skill_B.at[row].set(1.0),
     )
 
 
@@ -197,11 +209,33 @@ def begin_step(
     )
 
 
-def most_drafts(rows: SlotState, decodes_B: Bool[Array, " B"]) -> Int[Array, " B"]:
-    """Drafts that each row may take in this step."""
+def most_drafts(
+    drafting: Drafting, rows: SlotState, decodes_B: Bool[Array, " B"]
+) -> Int[Array, " B"]:
+    """Drafts that each row may take in this step; where they adapt, one at least."""
     # One of the tokens that are left is the target's own.
     most_B = jnp.minimum(rows.max_drafts_B, rows.remaining_B - 1)
+    if drafting.skill_B is not None:
+        skill_B = jnp.clip(drafting.skill_B[rows.extra_row_B], 1e-3, 0.999)
+        worth_B = (jnp.log(_LEAST_CHANCE) / jnp.log(skill_B)).astype(jnp.int32)
+        most_B = jnp.minimum(most_B, jnp.maximum(worth_B, 1))
     return jnp.where(decodes_B, most_B, 0)
+
+
+def learn(
+    drafting: Drafting,
+    rows: SlotState,
+    num_right_B: Int[Array, " B"],
+    num_drafts_B: Int[Array, " B"],
+) -> Drafting:
+    """The state (donated) after so many of so many drafts of a bucket's rows came."""
+    if (skill_B := drafting.skill_B) is None:
+        return drafting
+    seen_B = jnp.minimum(num_drafts_B, num_right_B + 1)
+    old_B, row_B = skill_B[rows.extra_row_B], rows.extra_row_B
+    share_B = num_right_B / jnp.maximum(seen_B, 1)
+    new_B = old_B + jnp.minimum(_SKILL_WEIGHT * seen_B, 1) * (share_B - old_B)
+    return dataclasses.replace(drafting, skill_B=skill_B.at[row_B].set(new_B))
 
 
 def with_drafts(

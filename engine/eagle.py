@@ -53,7 +53,7 @@ class EagleChain:
         num_new_B = drafting.num_new_B[row_B]
         can_B = decodes_B & (num_new_B > 0) & (rows.max_drafts_B > 0)
         can_B &= drafting.is_ready_B[row_B]
-        most_B = most_drafts(rows, can_B)
+        most_B = most_drafts(drafting, rows, can_B)
         assert drafting.hidden_BQD is not None
         # Pairs of the target's own hidden states replace those that were guessed.
         hidden_BQD = self._fuse(params, drafting.hidden_BQD[row_B])

@@ -53,7 +53,7 @@ class Medusa:
             lambda *parts: jnp.stack(parts, axis=1),
             *zip(found, weights, strict=True),
         )
-        most_B = most_drafts(rows, can_B)
+        most_B = most_drafts(drafting, rows, can_B)
         return kv_cache, with_drafts(drafting, found_BK, most_B, weights_BKV)
 
     def after_fill(

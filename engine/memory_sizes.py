@@ -271,7 +271,9 @@ def _drafting_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """A row of `drafting.Drafting`."""
     if not config.drafts_per_pass:
         return 0
-    row = _history_bytes(config) + 5 + _hidden_bytes(config, 1)
+    row = (
+        _history_bytes(config) + 5 + 4 * config.adapts_drafts + _hidden_bytes(config, 1)
+    )
     if config.acceptance == "rejection" and config.draft_shapes is not None:
         row += config.drafts_per_pass * _logits_bytes(model)
     return row

@@ -39,7 +39,7 @@ class PromptLookup:
         rows, decodes_B = decoding_rows(slots, packed, layout, bucket)
         history_BL = drafting.history_BL[rows.extra_row_B]
         found_BK, has_match_B = look_up(history_BL, rows.position_B, layout.num_drafts)
-        most_B = most_drafts(rows, decodes_B & has_match_B)
+        most_B = most_drafts(drafting, rows, decodes_B & has_match_B)
         return kv_cache, with_drafts(drafting, found_BK, most_B)
 
     def after_fill(

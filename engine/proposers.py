@@ -91,4 +91,6 @@ def drafting_of(model: ModelConfig, config: EngineConfig) -> Drafting | None:
     if config.draft_shapes is not None and (D := config.draft_shapes.hidden_dim):
         assert config.param_dtype
         hidden = jax.ShapeDtypeStruct((B, 1 + K, D), jnp.dtype(config.param_dtype))
-    return empty_drafting(layout, hidden=hidden, weights=weights)
+    return empty_drafting(
+        layout, adapts=config.adapts_drafts, hidden=hidden, weights=weights
+    )

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from headrace.configs.drafts import Acceptance
 from headrace.engine import sampler
 from headrace.engine.draft_sampling import filters_of
-from headrace.engine.drafting import Drafting, add_tokens, begin_step
+from headrace.engine.drafting import Drafting, add_tokens, begin_step, learn
 from headrace.engine.logprobs import TokenScores, token_scores
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.processors import Extras, count_tokens, process
@@ -235,7 +235,14 @@ def _follow_drafts(
         follow, carry, (places_K, drafts_BK.T), unroll=gpu_capability() is not None
     )
     output = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, later)
-    return state, output
+    assert later.live_B is not None and state.drafting is not None
+    drafting = learn(
+        state.drafting,
+        state.rows,
+        jnp.sum(later.live_B, axis=0),
+        jnp.sum(drafts_BK >= 0, axis=1),
+    )
+    return dataclasses.replace(state, drafting=drafting), output
 
 
 def _advance(

@@ -36,7 +36,7 @@ class Oracle(PromptLookup):
             noise_B1 = gumbel_noise(rows.seed_B2, place_B, 1)
             is_said_B = jnp.exp(-jnp.exp(-noise_B1[:, 0])) < self.a
             found.append(jnp.where(is_said_B, right_B, right_B ^ 1))
-        most_B = most_drafts(rows, decodes_B)
+        most_B = most_drafts(drafting, rows, decodes_B)
         return kv_cache, with_drafts(drafting, jnp.stack(found, 1), most_B)
 
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.configs import EngineConfig, load_config, parse_config
+from headrace.configs.drafts import DraftShapes
 from headrace.engine import memory_sizes, page_moves, sizing, steps
-from headrace.engine.drafting import empty_drafting
 from headrace.engine.packed_layout import layout_of
 from headrace.engine.processors import empty_extras
 from headrace.engine.programs import num_mask_words, program_keys, program_name
+from headrace.engine.proposers import drafting_of
 from headrace.engine.sizing import DeviceFacts
 from headrace.engine.slots import empty_slots
 from headrace.layers import kv_cache as kv
@@ -57,7 +58,7 @@ def test_weights_and_pages_are_those_of_the_arrays(name):
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 300),
-    st.integers(2, 8192),
+    st.integers(7, 8192),
     st.integers(1, 64),
     st.integers(1, 256),
     st.sampled_from([16, 32, 64]),
@@ -79,12 +80,18 @@ def test_state_is_counted_to_the_byte(slots, context, stops, bad_words, page_siz
     )
     assert memory_sizes.state_bytes(model, config) == _nbytes(arrays)
     drafts = dataclasses.replace(config, draft="prompt-lookup", num_drafts=5)
-    more = jax.eval_shape(
-        lambda: (
-            jnp.zeros((slots, 5, V), jnp.float32), empty_drafting(layout_of(drafts))
-        )
+    shapes = DraftShapes(model=model, weights_bytes=0, hidden_dim=96)
+    eagle = dataclasses.replace(
+        drafts, draft="eagle:HEAD", draft_shapes=shapes, adapts_drafts=False,
+        numerics="fast", acceptance="rejection",
     )  # fmt: skip
-    assert memory_sizes.state_bytes(model, drafts) == _nbytes((arrays, more))
+    for one in (drafts, eagle):
+        more = jax.eval_shape(
+            lambda one=one: (
+                jnp.zeros((slots, 5, V), jnp.float32), drafting_of(model, one)
+            )
+        )  # fmt: skip
+        assert memory_sizes.state_bytes(model, one) == _nbytes((arrays, more))
 
 
 def test_what_a_step_brings_and_gives_by_hand():

@@ -7,7 +7,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.drafting import empty_drafting
+from headrace.engine.drafting import (
+    empty_drafting,
+    learn,
+    most_drafts,
+    set_history,
+)
 from headrace.engine.packed_layout import layout_of
 from headrace.engine.prompt_lookup import LONGEST_MATCH, PromptLookup, look_up
 from headrace.engine.slots import empty_slots
@@ -71,3 +76,27 @@ def test_look_up_finds_what_followed(data):
         assert bool(has_match[row]) == (wanted is not None)
         if wanted is not None:
             assert drafts[row].tolist() == wanted
+
+
+def test_the_number_of_drafts_follows_how_often_they_were_right(tiny_config):
+    layout = layout_of(dataclasses.replace(tiny_config[1], draft="prompt-lookup"))
+    B, K = layout.num_slots, layout.num_drafts
+    rows = dataclasses.replace(
+        empty_slots(layout),
+        remaining_B=jnp.full(B, 100),
+        max_drafts_B=jnp.full(B, K),
+    )
+    everyone, drafting = jnp.ones(B, bool), empty_drafting(layout, adapts=True)
+    assert (most_drafts(drafting, rows, everyone) == K).all()
+    # Row 0 is always right, row 1 every second time, row 2 never; row 3 had no drafts.
+    for index in range(60):
+        right = jnp.zeros(B, int).at[0].set(K).at[1].set(index % 2)
+        drafts = jnp.full(B, K).at[3].set(0)
+        drafting = learn(drafting, rows, right, drafts)
+    found = most_drafts(drafting, rows, everyone)
+    assert found[:4].tolist() == [K, 1, 1, K]
+    assert 0.25 < float(drafting.skill_B[1]) < 0.5
+    fixed = empty_drafting(layout)
+    assert learn(fixed, rows, right, drafts).skill_B is None
+    again = set_history(drafting, jnp.int32(2), jnp.zeros(layout.max_context_len, int))
+    assert most_drafts(again, rows, everyone)[2] == K
