@@ -201,7 +201,7 @@ class StepBench:
         self._fill_slots(rows, self._sizes.context)
 
         def forward() -> jax.Array:
-            runner.kv_cache, runner.logits_BQV = program(
+            runner.kv_cache, runner.logits_BQV, _ = program(
                 runner.params,
                 runner.kv_cache,
                 runner.logits_BQV,

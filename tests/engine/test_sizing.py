@@ -47,7 +47,7 @@ def test_zero_flags_give_a_whole_config_that_fits(model, device):
     open_keys = {k for k, v in dataclasses.asdict(config).items() if v is None}
     assert open_keys == {
         "max_queued_requests", "max_queued_tokens", "max_tokens_per_step",
-        "quantization", "draft",
+        "quantization", "draft", "draft_shapes",
     }  # fmt: skip
     pool = config.num_pages * page_bytes(model, config.page_size, config.kv_dtype)
     weights = num_params(model) * (4 if device.platform == "cpu" else 2)
