@@ -1,6 +1,11 @@
-"""Draws drafts from a proposer's logits, with the noise that the target will use."""
+"""Draws drafts from a proposer's logits, with the noise that the target will use.
+
+Alone, or each from the one before.
+"""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from headrace.engine import sampler
 from headrace.engine.processors import Extras, process
+from headrace.engine.proposer import Drafts
 from headrace.engine.slots import SlotState
+from headrace.pallas_kernels.gpu_target import gpu_capability
+
+# A draft of each row, and `Drafting.weights_BKV` of it where that is kept.
+Drawn = tuple[Int[Array, " B"], Float[Array, "B V"] | None]
 
 
 def draw_draft(
@@ -18,7 +28,7 @@ def draw_draft(
     place_B: Int[Array, " B"],
     *,
     wants_weights: bool,
-) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
+) -> Drawn:
     """The draft behind the tokens at `place_B`, as the target would sample it.
 
     With the row's own parameters and the same noise as the target will use, so that
@@ -62,3 +72,39 @@ def filters_of(rows: SlotState) -> dict[str, Array]:
         "top_p_B": rows.top_p_B,
         "min_p_B": rows.min_p_B,
     }
+
+
+def draw_chain(
+    first: tuple[Any, Drawn],
+    next_draft: Callable[[Any, Array, Array], tuple[Any, Drawn]],
+    num_drafts: int,
+) -> tuple[Any, Drafts]:
+    """Drafts that each follow from the one before.
+
+    Args:
+      first: what the next needs, and the first draft.
+      next_draft: of that, the draft before [B] and the draft's index.
+      num_drafts: K.
+
+    Returns:
+      What is left of the former, and all drafts.
+    """
+    state, drawn = first
+
+    def follow(carry: Any, index: Array) -> tuple[Any, Drawn]:
+        state, token_B = carry
+        state, drawn = next_draft(state, token_B, index)
+        return (state, drawn[0]), drawn
+
+    begun: Any = (state, drawn[0])
+    # On a GPU written out: a loop would leave the command buffer.
+    (state, _), later = jax.lax.scan(
+        follow,
+        begun,
+        jnp.arange(1, num_drafts, dtype=jnp.int32),
+        unroll=gpu_capability() is not None,
+    )
+    found_BK, weights_BKV = jax.tree.map(
+        lambda a, b: jnp.swapaxes(jnp.concatenate([a[None], b]), 0, 1), drawn, later
+    )
+    return state, Drafts(found_BK, weights_BKV)

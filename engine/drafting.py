@@ -1,13 +1,6 @@
-"""What drafting keeps on the device, and what a proposer is.
-
-A proposer drafts a step's next tokens; one pass of the target then tells how much of it
-is right (steps.decode_forward, sample_step). A wrong draft changes no token. All of it
-runs on the device, since the host lacks the tokens of the step before when it
-dispatches the next. proposers.py says which there are.
-"""
+"""What drafting keeps on the device between steps; see proposer.py."""
 
 import dataclasses
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +8,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from headrace.engine.packed_layout import PackedLayout
-from headrace.engine.processors import Extras
 from headrace.engine.request import Request
 from headrace.engine.slots import SlotState
-from headrace.layers.inputs import KVCache, ModelOutput, Params
 
 # A draft is worth its place where it is right this often, all before it included.
 _LEAST_CHANCE = 0.25
 # Weight of a draft in the running share of those that were right.
 _SKILL_WEIGHT = 0.1
-# The name of a proposer's own parameters among those of its target.
-DRAFT = "draft"
 
 
 @jax.tree_util.register_dataclass
@@ -53,63 +42,6 @@ class Drafting:
     skill_B: Float[Array, " B"] | None = None
     hidden_BQD: Float[Array, "B Q D"] | None = None
     weights_BKV: Float[Array, "B K V"] | None = None
-
-
-class Proposer(Protocol):
-    """Pure functions over a proposer's weights, the engine's pages and a `Drafting`.
-
-    None of them changes what the target computes: they write pages of their own, or
-    those of the target beyond its last token, which its own pass writes again.
-    """
-
-    def propose(
-        self,
-        params: Params,
-        kv_cache: KVCache,
-        drafting: Drafting,
-        slots: SlotState,
-        packed: Int[Array, " W"],
-        extras: Extras,
-        *,
-        layout: PackedLayout,
-        bucket: int,
-    ) -> tuple[KVCache, Drafting]:
-        """Drafts for the rows that decode in this step.
-
-        Args:
-          params: the target's, with the proposer's own as `DRAFT`.
-          kv_cache: donated; the target's groups, then the proposer's.
-          drafting: donated; with the tokens of all steps before.
-          slots: state before this step's changes.
-          packed: this step's changes.
-          extras: counts and biases of the rows.
-          layout: where the fields of `packed` lie.
-          bucket: rows of the decode call.
-        """
-
-    def after_fill(
-        self,
-        params: Params,
-        kv_cache: KVCache,
-        drafting: Drafting,
-        slots: SlotState,
-        packed: Int[Array, " W"],
-        output: ModelOutput,
-        *,
-        layout: PackedLayout,
-        shape: tuple[int, int],
-    ) -> tuple[KVCache, Drafting]:
-        """Takes in a prefill call's chunks; arguments as for `propose`.
-
-        Args:
-          output: of the target, [R, T, D].
-          shape: (R, T) of the call.
-        """
-
-    def after_decode(
-        self, drafting: Drafting, rows: SlotState, output: ModelOutput
-    ) -> Drafting:
-        """Takes in what the target gave [B, Q, D] for the rows of a decode bucket."""
 
 
 def empty_drafting(
@@ -248,15 +180,15 @@ def with_drafts(
 
     Args:
       drafting: of the steps before.
-      found_BK: drafts.
+      found_BK: drafts, -1 where there is none.
       most_B: how many of them count.
       weights_BKV: see `Drafting`, where they are kept.
     """
     bucket, K = found_BK.shape
     is_draft_BK = jnp.arange(K, dtype=jnp.int32) < most_B[:, None]
-    drafts_BK = jnp.full_like(drafting.drafts_BK, -1)
-    drafts_BK = drafts_BK.at[:bucket].set(jnp.where(is_draft_BK, found_BK, -1))
+    found_BK = jnp.where(is_draft_BK, found_BK, -1)
     kept_BKV = drafting.weights_BKV
     if kept_BKV is not None and weights_BKV is not None:
         kept_BKV = kept_BKV.at[:bucket].set(weights_BKV)
+    drafts_BK = jnp.full_like(drafting.drafts_BK, -1).at[:bucket].set(found_BK)
     return dataclasses.replace(drafting, drafts_BK=drafts_BK, weights_BKV=kept_BKV)

@@ -4,25 +4,25 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from headrace.engine.draft_sampling import draw_draft
-from headrace.engine.drafting import DRAFT, Drafting, most_drafts, with_drafts
+from headrace.engine.draft_sampling import Drawn, draw_chain, draw_draft
+from headrace.engine.drafting import Drafting
 from headrace.engine.hidden_states import keep_all, keep_last
-from headrace.engine.packed_layout import PackedLayout
-from headrace.engine.processors import Extras
-from headrace.engine.slots import SlotState, decoding_rows
-from headrace.engine.step_inputs import prompt_inputs, slot_inputs
+from headrace.engine.proposer import DRAFT, Drafts, DraftStep, FillStep, Proposer
+from headrace.engine.slots import SlotState
+from headrace.engine.step_inputs import slot_inputs
 from headrace.layers import linear
 from headrace.layers.inputs import KVCache, ModelInputs, ModelOutput, Params
 from headrace.layers.linear import rows_up_to
-from headrace.pallas_kernels.gpu_target import gpu_capability
+
+# The cache, and hidden states to go on from, [B, T, D].
+_State = tuple[KVCache, Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class EagleChain:
+class EagleChain(Proposer):
     """An EAGLE head that drafts a chain, each draft from the one before.
 
     Attributes:
@@ -35,65 +35,35 @@ class EagleChain:
     target: Any
     num_target_groups: int
 
-    def propose(
-        self,
-        params: Params,
-        kv_cache: KVCache,
-        drafting: Drafting,
-        slots: SlotState,
-        packed: Int[Array, " W"],
-        extras: Extras,
-        *,
-        layout: PackedLayout,
-        bucket: int,
-    ) -> tuple[KVCache, Drafting]:
-        """As `Proposer.propose`."""
-        rows, decodes_B = decoding_rows(slots, packed, layout, bucket)
+    def can_draft(self, drafting: Drafting, rows: SlotState) -> Bool[Array, " B"]:
+        """As `Proposer.can_draft`."""
         row_B = rows.extra_row_B
-        num_new_B = drafting.num_new_B[row_B]
-        can_B = decodes_B & (num_new_B > 0) & (rows.max_drafts_B > 0)
-        can_B &= drafting.is_ready_B[row_B]
-        most_B = most_drafts(drafting, rows, can_B)
+        return drafting.is_ready_B[row_B] & (drafting.num_new_B[row_B] > 0)
+
+    def draft(
+        self, params: Params, kv_cache: KVCache, drafting: Drafting, step: DraftStep
+    ) -> tuple[KVCache, Drafts]:
+        """As `Proposer.draft`."""
+        rows, row_B = step.rows, step.rows.extra_row_B
+        draw = functools.partial(self._draw, params, step)
         assert drafting.hidden_BQD is not None
         # Pairs of the target's own hidden states replace those that were guessed.
+        num_new_B = drafting.num_new_B[row_B]
         hidden_BQD = self._fuse(params, drafting.hidden_BQD[row_B])
         first_B = rows.position_B - num_new_B
         order_Q = jnp.arange(hidden_BQD.shape[1], dtype=jnp.int32)
         places_BQ = jnp.clip(first_B[:, None] + 1 + order_Q, 0)
         tokens_BQ = jnp.take_along_axis(drafting.history_BL[row_B], places_BQ, axis=1)
-        step = functools.partial(
-            self._draft_one,
-            params,
-            rows=rows,
-            extras=extras,
-            layout=layout,
-            wants_weights=drafting.weights_BKV is not None,
-        )
-        length_B = jnp.where(can_B, num_new_B, 0)
-        kv_cache, hidden_BD, first = step(
-            kv_cache, hidden_BQD, tokens_BQ, first_B, length_B
-        )
+        length_B = jnp.where(step.most_B > 0, num_new_B, 0)
+        first = draw((kv_cache, hidden_BQD), tokens_BQ, first_B, length_B)
 
-        def next_draft(carry: Any, index: Array) -> tuple[Any, Any]:
-            kv_cache, hidden_BD, token_B = carry
-            length_B = (index < most_B).astype(jnp.int32)
-            kv_cache, hidden_BD, drawn = step(
-                kv_cache, hidden_BD[:, None], token_B[:, None],
-                rows.position_B + index - 1, length_B,
-            )  # fmt: skip
-            return (kv_cache, hidden_BD, drawn[0]), drawn
+        def next_draft(state: _State, token_B: Array, index: Array) -> Any:
+            length_B = (index < step.most_B).astype(jnp.int32)
+            place_B = rows.position_B + index - 1
+            return draw(state, token_B[:, None], place_B, length_B)
 
-        begun: Any = (kv_cache, hidden_BD, first[0])
-        (kv_cache, *_), later = jax.lax.scan(
-            next_draft,
-            begun,
-            jnp.arange(1, layout.num_drafts, dtype=jnp.int32),
-            unroll=gpu_capability() is not None,
-        )
-        found_BK, weights_BKV = jax.tree.map(
-            lambda a, b: jnp.swapaxes(jnp.concatenate([a[None], b]), 0, 1), first, later
-        )
-        return kv_cache, with_drafts(drafting, found_BK, most_B, weights_BKV)
+        (kv_cache, _), drafts = draw_chain(first, next_draft, step.layout.num_drafts)
+        return kv_cache, drafts
 
     def _fuse(
         self, params: Params, hidden_BTA: Float[Array, "B T A"]
@@ -120,30 +90,31 @@ class EagleChain:
         )
         return (*kv_cache[: self.num_target_groups], *mine), guessed_BTD
 
-    def _draft_one(
+    def _draw(
         self,
         params: Params,
-        kv_cache: KVCache,
-        hidden_BTD: Float[Array, "B T D"],
+        step: DraftStep,
+        state: _State,
         tokens_BT: Int[Array, "B T"],
         first_B: Int[Array, " B"],
         length_B: Int[Array, " B"],
-        *,
-        rows: SlotState,
-        extras: Extras,
-        layout: PackedLayout,
-        wants_weights: bool,
-    ) -> tuple[KVCache, Float[Array, "B D"], tuple[Array, Array | None]]:
-        """The draft behind some pairs, the first hidden state being of `first_B`."""
-        inputs = slot_inputs(rows, tokens_BT, first_B, length_B, 1)
-        with rows_up_to(layout.num_slots * tokens_BT.shape[1]):
+    ) -> tuple[_State, Drawn]:
+        """The draft behind some pairs, the first hidden state being of `first_B`.
+
+        What is left is the cache, and the hidden state that was guessed last.
+        """
+        kv_cache, hidden_BTD = state
+        inputs = slot_inputs(step.rows, tokens_BT, first_B, length_B, 1)
+        with rows_up_to(step.layout.num_slots * tokens_BT.shape[1]):
             kv_cache, guessed_BTD = self._run(params, kv_cache, inputs, hidden_BTD)
             last_B11 = jnp.maximum(length_B - 1, 0)[:, None, None]
             last_B1D = jnp.take_along_axis(guessed_BTD, last_B11, axis=1)
             z_BV = self._logits(params, last_B1D, length_B > 0)
         place_B = first_B + jnp.maximum(length_B, 1)
-        drawn = draw_draft(z_BV, rows, extras, place_B, wants_weights=wants_weights)
-        return kv_cache, last_B1D[:, 0], drawn
+        drawn = draw_draft(
+            z_BV, step.rows, step.extras, place_B, wants_weights=step.wants_weights
+        )
+        return (kv_cache, last_B1D), drawn
 
     def _logits(
         self,
@@ -165,28 +136,18 @@ class EagleChain:
         return least_BV.at[:, params[DRAFT]["token_ids"]].set(z_BW)
 
     def after_fill(
-        self,
-        params: Params,
-        kv_cache: KVCache,
-        drafting: Drafting,
-        slots: SlotState,
-        packed: Int[Array, " W"],
-        output: ModelOutput,
-        *,
-        layout: PackedLayout,
-        shape: tuple[int, int],
+        self, params: Params, kv_cache: KVCache, drafting: Drafting, step: FillStep
     ) -> tuple[KVCache, Drafting]:
         """As `Proposer.after_fill`."""
-        hidden_RTA = self._read(output)
-        inputs = prompt_inputs(packed, layout, shape, 1)
-        rows = layout.rows(packed)[: shape[0]]
-        next_R = layout.field(rows, "next_token")
+        hidden_RTA, layout, inputs = self._read(step.output), step.layout, step.inputs
+        R = hidden_RTA.shape[0]
+        next_R = layout.field(layout.rows(step.packed)[:R], "next_token")
         # Each hidden state meets the token behind it; that of a prompt's last is not
         # known yet, and its pair comes with the first step.
         length_R = inputs.query_len_B
         last_R = jnp.maximum(length_R - 1, 0)
         tokens_RT = jnp.roll(inputs.tokens_BT, -1, axis=1)
-        tokens_RT = tokens_RT.at[jnp.arange(shape[0]), last_R].set(next_R)
+        tokens_RT = tokens_RT.at[jnp.arange(R), last_R].set(next_R)
         known_R = jnp.maximum(length_R - (next_R < 0), 0)
         inputs = dataclasses.replace(
             inputs,
@@ -199,7 +160,7 @@ class EagleChain:
         with rows_up_to(layout.max_tokens):
             fused_RTD = self._fuse(params, hidden_RTA)
             kv_cache, _ = self._run(params, kv_cache, inputs, fused_RTD)
-        return kv_cache, keep_last(drafting, slots, packed, layout, hidden_RTA)
+        return kv_cache, keep_last(drafting, step, hidden_RTA)
 
     def after_decode(
         self, drafting: Drafting, rows: SlotState, output: ModelOutput

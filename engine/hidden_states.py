@@ -6,10 +6,10 @@ One for each token that the pass gave (`Drafting.num_new_B`): heads go on from t
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from headrace.engine.drafting import Drafting
-from headrace.engine.packed_layout import PackedLayout
+from headrace.engine.proposer import FillStep
 from headrace.engine.slots import SlotState, apply_packed
 from headrace.engine.step_inputs import ending_prompts
 
@@ -25,20 +25,12 @@ def keep_all(
 
 
 def keep_last(
-    drafting: Drafting,
-    slots: SlotState,
-    packed: Int[Array, " W"],
-    layout: PackedLayout,
-    hidden_RTD: Float[Array, "R T D"],
+    drafting: Drafting, step: FillStep, hidden_RTD: Float[Array, "R T D"]
 ) -> Drafting:
     """The state (donated) with the last hidden states of prompts that end here."""
     assert drafting.hidden_BQD is not None
-    R = hidden_RTD.shape[0]
-    rows = layout.rows(packed)
-    last_R = jnp.maximum(layout.field(rows[:R], "length") - 1, 0)
-    last_RD = hidden_RTD[jnp.arange(R), last_R]
-    taken_W, slot_W = ending_prompts(rows, R, layout)
-    slots, _ = apply_packed(slots, packed, layout)
-    row_W = jnp.append(slots.extra_row_B, layout.num_slots)[slot_W]
+    last_RD, taken_W, slot_W = ending_prompts(hidden_RTD, step.packed, step.layout)
+    slots, _ = apply_packed(step.slots, step.packed, step.layout)
+    row_W = jnp.append(slots.extra_row_B, step.layout.num_slots)[slot_W]
     kept_BQD = drafting.hidden_BQD.at[row_W, 0].set(last_RD[taken_W], mode="drop")
     return dataclasses.replace(drafting, hidden_BQD=kept_BQD)

@@ -4,73 +4,52 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from headrace.engine.draft_sampling import draw_draft
-from headrace.engine.drafting import DRAFT, Drafting, most_drafts, with_drafts
+from headrace.engine.drafting import Drafting
 from headrace.engine.hidden_states import keep_all, keep_last
-from headrace.engine.packed_layout import PackedLayout
-from headrace.engine.processors import Extras
-from headrace.engine.slots import SlotState, decoding_rows
+from headrace.engine.proposer import DRAFT, Drafts, DraftStep, FillStep, Proposer
+from headrace.engine.slots import SlotState
 from headrace.layers import linear
 from headrace.layers.inputs import KVCache, ModelOutput, Params
 
 
 @dataclasses.dataclass(frozen=True)
-class Medusa:
+class Medusa(Proposer):
     """See `Proposer`. Source: Cai et al. 2024, section 2.1.1."""
 
-    def propose(
-        self,
-        params: Params,
-        kv_cache: KVCache,
-        drafting: Drafting,
-        slots: SlotState,
-        packed: Int[Array, " W"],
-        extras: Extras,
-        *,
-        layout: PackedLayout,
-        bucket: int,
-    ) -> tuple[KVCache, Drafting]:
-        """As `Proposer.propose`."""
-        rows, decodes_B = decoding_rows(slots, packed, layout, bucket)
-        row_B = rows.extra_row_B
-        num_new_B = drafting.num_new_B[row_B]
-        can_B = decodes_B & (num_new_B > 0) & (rows.max_drafts_B > 0)
+    def can_draft(self, drafting: Drafting, rows: SlotState) -> Bool[Array, " B"]:
+        """As `Proposer.can_draft`."""
+        return drafting.num_new_B[rows.extra_row_B] > 0
+
+    def draft(
+        self, params: Params, kv_cache: KVCache, drafting: Drafting, step: DraftStep
+    ) -> tuple[KVCache, Drafts]:
+        """As `Proposer.draft`."""
+        rows, row_B = step.rows, step.rows.extra_row_B
         assert drafting.hidden_BQD is not None
-        last_B = jnp.maximum(num_new_B - 1, 0)
+        last_B = jnp.maximum(drafting.num_new_B[row_B] - 1, 0)
         hidden_BD = drafting.hidden_BQD[row_B, last_B]
-        found, weights = [], []
-        for index in range(layout.num_drafts):
-            z_BV = _medusa_logits(params[DRAFT][f"head_{index}"], hidden_BD)
-            token_B, weights_BV = draw_draft(
-                z_BV, rows, extras, rows.position_B + index,
-                wants_weights=drafting.weights_BKV is not None,
-            )  # fmt: skip
-            found.append(token_B)
-            weights.append(weights_BV)
-        found_BK, weights_BKV = jax.tree.map(
-            lambda *parts: jnp.stack(parts, axis=1),
-            *zip(found, weights, strict=True),
-        )
-        most_B = most_drafts(drafting, rows, can_B)
-        return kv_cache, with_drafts(drafting, found_BK, most_B, weights_BKV)
+        drawn = [
+            draw_draft(
+                _medusa_logits(params[DRAFT][f"head_{index}"], hidden_BD),
+                rows,
+                step.extras,
+                rows.position_B + index,
+                wants_weights=step.wants_weights,
+            )
+            for index in range(step.layout.num_drafts)
+        ]
+        stacked = jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *drawn)
+        return kv_cache, Drafts(*stacked)
 
     def after_fill(
-        self,
-        params: Params,
-        kv_cache: KVCache,
-        drafting: Drafting,
-        slots: SlotState,
-        packed: Int[Array, " W"],
-        output: ModelOutput,
-        *,
-        layout: PackedLayout,
-        shape: tuple[int, int],
+        self, params: Params, kv_cache: KVCache, drafting: Drafting, step: FillStep
     ) -> tuple[KVCache, Drafting]:
         """As `Proposer.after_fill`."""
-        del params, shape
-        return kv_cache, keep_last(drafting, slots, packed, layout, output.hidden_BTD)
+        del params
+        return kv_cache, keep_last(drafting, step, step.output.hidden_BTD)
 
     def after_decode(
         self, drafting: Drafting, rows: SlotState, output: ModelOutput

@@ -69,6 +69,7 @@ _CODE = (
     "engine/processors.py",
     "engine/programs.py",
     "engine/prompt_lookup.py",
+    "engine/proposer.py",
     "engine/proposers.py",
     "engine/rejection.py",
     "engine/sample_step.py",

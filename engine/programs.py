@@ -16,11 +16,12 @@ from jaxtyping import Array, Float
 from headrace.configs.drafts import Acceptance
 from headrace.configs.schema import EngineConfig
 from headrace.engine import drafting, page_moves, steps
-from headrace.engine.drafting import Drafting, Proposer
+from headrace.engine.drafting import Drafting
 from headrace.engine.logprobs import TokenScores
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.page_moves import PAGES_PER_MOVE
 from headrace.engine.processors import Extras, set_extras
+from headrace.engine.proposer import Proposer, propose
 from headrace.engine.sample_step import StepOutput, sample
 from headrace.engine.sampling_params import TOP_ON_DEVICE, SampleVariant
 from headrace.engine.slots import SlotState
@@ -166,10 +167,12 @@ def describe(
         return Program(drafting.set_history, args, (0,), operands.drafting)
     if kind == "propose":
         assert proposer is not None
-        propose = functools.partial(proposer.propose, layout=layout, bucket=key[1])
+        function = functools.partial(
+            propose, proposer=proposer, layout=layout, bucket=key[1]
+        )
         args = (operands.params, cache, operands.drafting)
         args = (*args, operands.slots, packed, operands.extras)
-        return Program(propose, args, (1, 2), (cache, operands.drafting))
+        return Program(function, args, (1, 2), (cache, operands.drafting))
     options = {"model": model, "layout": layout, "num_top": num_top}
     return _forward(key, operands, packed, proposer=proposer, **options)
 

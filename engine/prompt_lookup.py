@@ -8,62 +8,27 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from headrace.engine.drafting import Drafting, most_drafts, with_drafts
-from headrace.engine.packed_layout import PackedLayout
-from headrace.engine.processors import Extras
-from headrace.engine.slots import SlotState, decoding_rows
-from headrace.layers.inputs import KVCache, ModelOutput, Params
+from headrace.engine.drafting import Drafting
+from headrace.engine.proposer import Drafts, DraftStep, Proposer
+from headrace.layers.inputs import KVCache, Params
 
 # Tokens that must have stood before, at most; the more the better.
 LONGEST_MATCH = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(Proposer):
     """See `Proposer`. Source: Saxena 2023, prompt lookup decoding."""
 
-    def propose(
-        self,
-        params: Params,
-        kv_cache: KVCache,
-        drafting: Drafting,
-        slots: SlotState,
-        packed: Int[Array, " W"],
-        extras: Extras,
-        *,
-        layout: PackedLayout,
-        bucket: int,
-    ) -> tuple[KVCache, Drafting]:
-        """As `Proposer.propose`."""
-        del params, extras
-        rows, decodes_B = decoding_rows(slots, packed, layout, bucket)
+    def draft(
+        self, params: Params, kv_cache: KVCache, drafting: Drafting, step: DraftStep
+    ) -> tuple[KVCache, Drafts]:
+        """As `Proposer.draft`."""
+        del params
+        rows, num_drafts = step.rows, step.layout.num_drafts
         history_BL = drafting.history_BL[rows.extra_row_B]
-        found_BK, has_match_B = look_up(history_BL, rows.position_B, layout.num_drafts)
-        most_B = most_drafts(drafting, rows, decodes_B & has_match_B)
-        return kv_cache, with_drafts(drafting, found_BK, most_B)
-
-    def after_fill(
-        self,
-        params: Params,
-        kv_cache: KVCache,
-        drafting: Drafting,
-        slots: SlotState,
-        packed: Int[Array, " W"],
-        output: ModelOutput,
-        *,
-        layout: PackedLayout,
-        shape: tuple[int, int],
-    ) -> tuple[KVCache, Drafting]:
-        """As `Proposer.after_fill`."""
-        del params, slots, packed, output, layout, shape
-        return kv_cache, drafting
-
-    def after_decode(
-        self, drafting: Drafting, rows: SlotState, output: ModelOutput
-    ) -> Drafting:
-        """As `Proposer.after_decode`."""
-        del rows, output
-        return drafting
+        found_BK, has_match_B = look_up(history_BL, rows.position_B, num_drafts)
+        return kv_cache, Drafts(jnp.where(has_match_B[:, None], found_BK, -1))
 
 
 def look_up(

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from headrace.configs.drafts import DraftKind, parse_draft
 from headrace.configs.schema import EngineConfig, ModelConfig
 from headrace.engine.draft_model import DraftModel
-from headrace.engine.drafting import Drafting, Proposer, empty_drafting
+from headrace.engine.drafting import Drafting, empty_drafting
 from headrace.engine.eagle import EagleChain
 from headrace.engine.medusa import Medusa
 from headrace.engine.packed_layout import layout_of
 from headrace.engine.prompt_lookup import PromptLookup
+from headrace.engine.proposer import Proposer
 from headrace.layers import kv_cache as kv
 from headrace.layers.models import build_model
 from headrace.layers.models.eagle import Eagle

@@ -18,9 +18,9 @@ from headrace.engine.device_facts import (
     with_weights_of,
 )
 from headrace.engine.draft_weights import load_draft
-from headrace.engine.drafting import DRAFT
 from headrace.engine.model_runner import ModelRunner
 from headrace.engine.program_store import ProgramStore, program_key
+from headrace.engine.proposer import DRAFT
 from headrace.engine.warmup import warm_up
 
 CacheDir = str | os.PathLike[str] | None

@@ -1,7 +1,7 @@
 """What the model sees of a step: its ModelInputs, from the packed array."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from headrace.engine.packed_layout import PackedLayout
 from headrace.engine.slots import SlotState
@@ -35,24 +35,26 @@ def prompt_inputs(
 
 
 def ending_prompts(
-    rows: Int[Array, "W X"], num_chunks: int, layout: PackedLayout
-) -> tuple[Int[Array, " W"], Int[Array, " W"]]:
-    """Where the last token of each prompt that ends in this step is, and who wants it.
+    hidden_RTD: Float[Array, "R T D"], packed: Int[Array, " W"], layout: PackedLayout
+) -> tuple[Float[Array, "R D"], Int[Array, " W"], Int[Array, " W"]]:
+    """The last hidden state of each chunk, and who wants those that end a prompt.
 
     Args:
-      rows: of the packed array.
-      num_chunks: rows of the prefill call.
-      layout: where the fields lie.
+      hidden_RTD: of a prefill call.
+      packed: the step's changes.
+      layout: where the fields of `packed` lie.
 
     Returns:
-      For each row a row of the call, a fork's being its leader's; and a slot, beyond
-      the last where nothing ends.
+      The states [R, D]; for each row of `packed` which of them it takes, a fork its
+      leader's; and for which slot, one beyond the last where nothing ends.
     """
+    R, rows = hidden_RTD.shape[0], layout.rows(packed)
+    last_R = jnp.maximum(layout.field(rows[:R], "length") - 1, 0)
     source_W, index_W = layout.field(rows, "source"), jnp.arange(rows.shape[0])
     is_mine_W = (layout.field(rows, "is_last") == 1) | (source_W > 0)
-    own_W = jnp.minimum(index_W, num_chunks - 1)
-    taken_W = jnp.where(source_W > 0, source_W - 1, own_W)
-    return taken_W, jnp.where(is_mine_W, layout.field(rows, "slot"), layout.num_slots)
+    taken_W = jnp.where(source_W > 0, source_W - 1, jnp.minimum(index_W, R - 1))
+    slot_W = jnp.where(is_mine_W, layout.field(rows, "slot"), layout.num_slots)
+    return hidden_RTD[jnp.arange(R), last_R], taken_W, slot_W
 
 
 def slot_inputs(

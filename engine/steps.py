@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from headrace.engine.drafting import Drafting, Proposer
+from headrace.engine.drafting import Drafting
 from headrace.engine.logprobs import TokenScores, token_scores
 from headrace.engine.packed_layout import PackedLayout
+from headrace.engine.proposer import FillStep, Proposer
 from headrace.engine.slots import SlotState, decoding_rows
 from headrace.engine.step_inputs import (
     ending_prompts,
@@ -189,10 +190,10 @@ def _fill(
     hidden_RTD = output.hidden_BTD
     logits_BQV = _write_last(params, logits_BQV, hidden_RTD, packed, model, layout)
     if drafting is not None and proposer is not None:
-        kv_cache, drafting = proposer.after_fill(
-            params, kv_cache, drafting, slots, packed, output,
-            layout=layout, shape=shape,
-        )  # fmt: skip
+        step = FillStep(
+            slots=slots, packed=packed, inputs=inputs, output=output, layout=layout
+        )
+        kv_cache, drafting = proposer.after_fill(params, kv_cache, drafting, step)
     return (kv_cache, logits_BQV, drafting), hidden_RTD
 
 
@@ -206,11 +207,8 @@ def _write_last(
 ) -> Float[Array, "B Q V"]:
     """Logits rows (donated) of the slots whose prompt ends here, forks included."""
     R = hidden_RTD.shape[0]
-    rows = layout.rows(packed)
-    last_R = jnp.maximum(layout.field(rows[:R], "length") - 1, 0)
-    hidden_RD = hidden_RTD[jnp.arange(R), last_R]
-    hidden_RD = jnp.pad(hidden_RD, ((0, max(0, MIN_HEAD_ROWS - R)), (0, 0)))
+    last_RD, taken_W, slot_W = ending_prompts(hidden_RTD, packed, layout)
+    last_RD = jnp.pad(last_RD, ((0, max(0, MIN_HEAD_ROWS - R)), (0, 0)))
     with rows_up_to(layout.max_tokens):
-        new_RV = model.apply({"params": params}, hidden_RD, method="logits")[:R]
-    taken_W, slot_W = ending_prompts(rows, R, layout)
+        new_RV = model.apply({"params": params}, last_RD, method="logits")[:R]
     return logits_BQV.at[slot_W, 0].set(new_RV[taken_W], mode="drop")

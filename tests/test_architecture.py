@@ -22,7 +22,7 @@ DEVICE_SIDE = """
 async_llm batch_run device_facts draft_costs draft_model draft_sampling draft_weights
 drafting eagle hidden_states llm logprobs loop medusa model_runner page_moves pending
 probe probe_sampling probe_scoring processors program_store programs prompt_lookup
-proposers rejection sample_step sampler scoring server service slots start_up
+proposer proposers rejection sample_step sampler scoring server service slots start_up
 step_inputs steps thresholds warmup
 """.split()
 NEEDS_JAX = {"jax", "jaxlib", "flax", "orbax", "chex", "optax"}  # jax comes with each

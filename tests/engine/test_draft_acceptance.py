@@ -9,35 +9,29 @@ from draft_waves import Whim
 
 from headrace import LLM, SamplingParams
 from headrace.engine import model_runner
-from headrace.engine.drafting import most_drafts, with_drafts
-from headrace.engine.prompt_lookup import PromptLookup
+from headrace.engine.proposer import Drafts, Proposer
 from headrace.engine.sampler import gumbel_noise
-from headrace.engine.slots import decoding_rows
 
 NUM_DRAFTS, LENGTH = 3, 470
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Oracle(PromptLookup):
+class Oracle(Proposer):
     """Knows the text that everybody will get; says it with probability `a` a token."""
 
     truth_L: np.ndarray
     a: float
 
-    def propose(
-        self, params, kv_cache, drafting, slots, packed, extras, *, layout, bucket
-    ):
-        rows, decodes_B = decoding_rows(slots, packed, layout, bucket)
-        found = []
-        for index in range(1, 1 + layout.num_drafts):
+    def draft(self, params, kv_cache, drafting, step):
+        rows, found = step.rows, []
+        for index in range(1, 1 + step.layout.num_drafts):
             place_B = rows.position_B + index
             right_B = jnp.asarray(self.truth_L)[jnp.minimum(place_B, LENGTH)]
             # Noise that nothing else in a greedy request uses.
             noise_B1 = gumbel_noise(rows.seed_B2, place_B, 1)
             is_said_B = jnp.exp(-jnp.exp(-noise_B1[:, 0])) < self.a
             found.append(jnp.where(is_said_B, right_B, right_B ^ 1))
-        most_B = most_drafts(drafting, rows, decodes_B)
-        return kv_cache, with_drafts(drafting, jnp.stack(found, 1), most_B)
+        return kv_cache, Drafts(jnp.stack(found, 1))
 
 
 @pytest.mark.parametrize("a", [0.4, 0.8])

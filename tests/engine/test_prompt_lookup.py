@@ -7,14 +7,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.drafting import (
-    empty_drafting,
-    learn,
-    most_drafts,
-    set_history,
-)
+from headrace.engine.drafting import empty_drafting, learn, most_drafts, set_history
 from headrace.engine.packed_layout import layout_of
 from headrace.engine.prompt_lookup import LONGEST_MATCH, PromptLookup, look_up
+from headrace.engine.proposer import propose
 from headrace.engine.slots import empty_slots
 
 
@@ -29,9 +25,10 @@ def test_no_draft_lies_beyond_what_a_row_may_take(tiny_config):
         max_drafts_B=jnp.where(rows == 7, 1, K),
     )
     packed = jnp.asarray(layout.unchanged(does_decode=True))
-    cache, drafting = PromptLookup().propose(
-        {}, (), empty_drafting(layout), slots, packed, None, layout=layout, bucket=8
-    )
+    cache, drafting = propose(
+        {}, (), empty_drafting(layout), slots, packed, None,
+        proposer=PromptLookup(), layout=layout, bucket=8,
+    )  # fmt: skip
     assert cache == ()
     counts = (drafting.drafts_BK >= 0).sum(axis=1).tolist()
     assert counts == [0, 0, 1, 2, 3, 0, 3, 1, *[0] * (layout.num_slots - 8)]
