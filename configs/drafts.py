@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from headrace.configs.checks import check_choice, check_int, check_tuple
 from headrace.configs.mapping import FromMapping
@@ -93,7 +93,3 @@ class DraftShapes(FromMapping):
         check_int("hidden_dim", self.hidden_dim, 0)
         check_tuple("aux_layers", self.aux_layers)
         check_int("draft_vocab", self.draft_vocab, 0)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """JSON-ready inverse of `from_mapping`."""
-        return dataclasses.asdict(self)

@@ -176,6 +176,13 @@ class EngineConfig(FromMapping):
         """Drafts that a decode step can verify per row; 0 without speculation."""
         return self.num_drafts if self.draft is not None else 0
 
+    @property
+    def generating_kinds(self) -> tuple[str, ...]:
+        """Programs that a decode step may run: with drafts, without, or either."""
+        if not self.drafts_per_pass:
+            return ("decode",)
+        return ("verify", "decode") if self.adapts_drafts else ("verify",)
+
     def _check_drafts(self) -> None:
         check_choice("acceptance", self.acceptance, typing.get_args(Acceptance))
         check_choice("adapts_drafts", self.adapts_drafts, (False, True))

@@ -46,15 +46,23 @@ def with_weights_of(checkpoint: Checkpoint, facts: DeviceFacts) -> DeviceFacts:
 def place_params(params: Any, dtype: str) -> Any:
     """Moves parameters to the default device; those that are there stay.
 
+    What stands in several places of the tree is moved once.
+
     Args:
       params: the tree.
-      dtype: of those that are not quantized.
+      dtype: of those that are not quantized, nor whole numbers.
     """
+    moved: dict[int, Any] = {}
 
     def place(leaf: Any) -> Any:
-        if is_quantized(leaf):
-            return jax.tree.map(jnp.asarray, leaf)
-        return jnp.asarray(leaf, jnp.dtype(dtype))
+        if id(leaf) not in moved:
+            is_as_it_is = is_quantized(leaf) or jnp.issubdtype(leaf.dtype, jnp.integer)
+            moved[id(leaf)] = (
+                jax.tree.map(jnp.asarray, leaf)
+                if is_as_it_is
+                else jnp.asarray(leaf, jnp.dtype(dtype))
+            )
+        return moved[id(leaf)]
 
     return jax.tree.map(place, params, is_leaf=is_quantized)
 

@@ -1,13 +1,10 @@
 """Loads what a config's `draft` names, and refuses what does not fit the target."""
 
 import dataclasses
-import json
+import functools
 import os
-from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from headrace.checkpoints.checkpoint import Checkpoint
 from headrace.checkpoints.draft_heads import load_eagle, load_medusa
@@ -30,7 +27,7 @@ def load_draft(
     facts: sizing.DeviceFacts,
     cache_dir: str | os.PathLike[str] | None,
 ) -> tuple[EngineConfig, Params]:
-    """The proposer's weights, on the device.
+    """The proposer's weights.
 
     Args:
       target: the model that verifies, as it is served.
@@ -39,8 +36,8 @@ def load_draft(
       cache_dir: see LLM.
 
     Returns:
-      The config with the shapes of what was loaded, and its parameters; those that it
-      shares with the target are the target's own arrays.
+      The config with the shapes of what was loaded, and its parameters, on the device
+      but for those that it shares with the target, which are the target's own.
 
     Raises:
       ValueError: there is no such model, it is made for another vocabulary or target,
@@ -63,8 +60,6 @@ def load_draft(
     else:
         draft = load_checkpoint(spec.argument, dtype=dtype, cache_dir=cache_dir)
         shapes, params = _model(target, draft, config)
-    if spec.kind not in ("medusa", "eagle"):
-        params = place_params(params, dtype)
     return dataclasses.replace(config, draft_shapes=shapes), params
 
 
@@ -114,7 +109,9 @@ def _model(target: Checkpoint, draft: Checkpoint, config: EngineConfig) -> Loade
 
 
 def _medusa(target: Checkpoint, path: str, num_drafts: int, dtype: str) -> Loaded:
-    head = load_medusa(path, target.config, _placer(dtype))
+    head = load_medusa(
+        path, target.config, functools.partial(place_params, dtype=dtype)
+    )
     if num_drafts > (most := len(head.params)):
         raise ValueError(
             f"num_drafts must be at most {most}, the number of Medusa heads in {path}, "
@@ -129,7 +126,7 @@ def _medusa(target: Checkpoint, path: str, num_drafts: int, dtype: str) -> Loade
 
 
 def _eagle(target: Checkpoint, path: str, dtype: str) -> Loaded:
-    head = load_eagle(path, target.config, _placer(dtype))
+    head = load_eagle(path, target.config, functools.partial(place_params, dtype=dtype))
     assert head.config is not None
     shapes = DraftShapes(
         model=head.config,
@@ -140,17 +137,6 @@ def _eagle(target: Checkpoint, path: str, dtype: str) -> Loaded:
         draft_vocab=head.draft_vocab,
     )
     return shapes, head.params
-
-
-def _placer(dtype: str) -> Callable[[np.ndarray], jax.Array]:
-    """Brings floats to the device in one type, and integers as they are."""
-
-    def place(array: np.ndarray) -> jax.Array:
-        if np.issubdtype(array.dtype, np.integer):
-            return jnp.asarray(array)
-        return jnp.asarray(array, jnp.dtype(dtype))
-
-    return place
 
 
 def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
@@ -165,23 +151,19 @@ def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
             f"the draft model has a vocabulary of {theirs} tokens, the target of "
             f"{ours}; they must be the same"
         )
-    if draft.tokenizer is None or target.tokenizer is None:
+    specs = target.tokenizer, draft.tokenizer
+    if specs[0] is None or specs[1] is None:
         return
-    mine = _words(target.tokenizer.tokenizer_json)
-    other = _words(draft.tokenizer.tokenizer_json)
+    from tokenizers import Tokenizer
+
+    mine, other = (
+        Tokenizer.from_str(spec.tokenizer_json).get_vocab()
+        for spec in specs
+        if spec is not None
+    )
     for word in mine.keys() | other.keys():
         if mine.get(word) != other.get(word):
             raise ValueError(
                 f"draft model and target have other vocabularies: {word!r} is token "
                 f"{other.get(word)} of the one, {mine.get(word)} of the other"
             )
-
-
-def _words(tokenizer_json: str) -> Mapping[str, int]:
-    """Token ids by text."""
-    spec = json.loads(tokenizer_json)
-    vocab = spec["model"].get("vocab", {})
-    words = dict(vocab) if isinstance(vocab, dict) else {
-        word: index for index, (word, *_) in enumerate(vocab)
-    }  # fmt: skip
-    return words | {one["content"]: one["id"] for one in spec.get("added_tokens", [])}

@@ -126,7 +126,7 @@ def temp_bytes_bound(
       attention: who attends.
     """
     assert config.num_slots and config.prefill_shapes
-    kinds = ("verify", "propose") if config.drafts_per_pass else ("decode",)
+    kinds = (*config.generating_kinds, *(("propose",) if config.draft else ()))
     keys: list[tuple] = [
         *((kind, config.num_slots) for kind in kinds),
         *(("prefill", shape) for shape in config.prefill_shapes),

@@ -103,14 +103,7 @@ def program_keys(config: EngineConfig, *, can_move: bool) -> list[ProgramKey]:
 def generating_keys(config: EngineConfig) -> list[ProgramKey]:
     """The programs that run the model on the rows of decode buckets."""
     buckets = config.decode_batch_sizes or ()
-    return [(kind, bucket) for kind in generating_kinds(config) for bucket in buckets]
-
-
-def generating_kinds(config: EngineConfig) -> tuple[str, ...]:
-    """What a decode step may be: without drafts, with them, or either."""
-    if not config.drafts_per_pass:
-        return ("decode",)
-    return ("verify", "decode") if config.adapts_drafts else ("verify",)
+    return [(kind, bucket) for kind in config.generating_kinds for bucket in buckets]
 
 
 def _drafting_keys(config: EngineConfig, buckets: tuple[int, ...]) -> list[ProgramKey]:

@@ -78,9 +78,10 @@ def compiled_runner(
     config, draft_params = load_draft(checkpoint, config, facts, cache_dir)
     resolved = sizing.resolve(checkpoint.config, config, facts)
     assert resolved.param_dtype
-    params = place_params(checkpoint.params, resolved.param_dtype)
+    params = checkpoint.params
     if draft_params:
         params = {**params, DRAFT: draft_params}
+    params = place_params(params, resolved.param_dtype)
     layout = layout_of_quantized(params)
     key = program_key(checkpoint.config, resolved, layout)
     store = ProgramStore(default_cache_dir(cache_dir) / "programs", key)

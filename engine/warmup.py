@@ -19,7 +19,6 @@ from headrace.engine.probe import UNSTEADY, best_shapes, probe
 from headrace.engine.programs import (
     VARIANTS,
     generating_keys,
-    generating_kinds,
     program_name,
 )
 
@@ -80,7 +79,7 @@ def _narrow(config: EngineConfig, ledger: Ledger) -> EngineConfig:
     def letter(key: tuple) -> str:
         return ledger.entries[program_name(key)].bit_class
 
-    kinds = generating_kinds(config)
+    kinds = config.generating_kinds
     wanted = letter((kinds[0], buckets[-1]))
     kept = tuple(b for b in buckets if letter((kinds[0], b)) == wanted)
     if any(letter((kind, b)) != wanted for kind in kinds[1:] for b in kept):

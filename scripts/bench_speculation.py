@@ -15,15 +15,19 @@ import dataclasses
 import json
 import statistics
 import sys
-import time
 from typing import Any
 
 from absl import app, flags
 
 from headrace.configs.schema import EngineConfig
-from headrace.engine.sampling_params import SamplingParams
 from headrace.scripts import engine_flags
-from headrace.scripts.bench_throughput import load_workload
+from headrace.scripts.bench_throughput import (
+    Workload,
+    fold_ids,
+    load_workload,
+    run_workload,
+    warm_up,
+)
 
 FLAGS = flags.FLAGS
 
@@ -37,16 +41,7 @@ _NUM_SLOTS, _CONTEXT = 8, 512
 _BEGUN = 12
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Requests:
-    """Prompts as token ids, and how many tokens each gets."""
-
-    name: str
-    prompts: list[list[int]]
-    max_tokens: list[int]
-
-
-def workloads(vocab_size: int, count: int, room: int) -> list[Requests]:
+def workloads(vocab_size: int, count: int, room: int) -> list[Workload]:
     """The two workloads.
 
     Args:
@@ -54,14 +49,20 @@ def workloads(vocab_size: int, count: int, room: int) -> list[Requests]:
       count: requests of each.
       room: longest prompt and output together.
     """
-    rows = load_workload("offline", count)
-    prompts = [[i % vocab_size for i in ids][: room // 2] for ids in rows.prompts]
-    copies = [ids + ids[:_BEGUN] for ids in (ids[: room // 3] for ids in prompts)]
-    lengths = [max(8, len(ids) - 2 * _BEGUN) for ids in copies]
-    asked = [min(n, room // 2) for n in rows.max_tokens]
+    offline = fold_ids(load_workload("offline", count), vocab_size)
+    starts = [ids[: room // 3] for ids in offline.prompts]
+    copies = [ids + ids[:_BEGUN] for ids in starts]
     return [
-        Requests(name="copy", prompts=copies, max_tokens=lengths),
-        Requests(name="offline", prompts=prompts, max_tokens=asked),
+        Workload(
+            name="copy",
+            prompts=copies,
+            max_tokens=[max(8, len(ids) - 2 * _BEGUN) for ids in copies],
+        ),
+        dataclasses.replace(
+            offline,
+            prompts=[ids[: room // 2] for ids in offline.prompts],
+            max_tokens=[min(n, room // 2) for n in offline.max_tokens],
+        ),
     ]
 
 
@@ -79,32 +80,25 @@ def few_programs(engine: EngineConfig) -> EngineConfig:
     )
 
 
-def run(llm: Any, requests: Requests) -> tuple[float, list[list[int]]]:
+def run(llm: Any, workload: Workload) -> tuple[float, list[list[int]]]:
     """Seconds, and all tokens."""
-    params = [
-        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
-        for n in requests.max_tokens
-    ]
-    begun_s = time.perf_counter()
-    outputs = llm.generate(
-        [{"prompt_token_ids": ids} for ids in requests.prompts], params, use_tqdm=False
-    )
-    return time.perf_counter() - begun_s, [o.outputs[0].token_ids for o in outputs]
+    found = run_workload(llm, workload)
+    return found.monitor.wall_s, [o.outputs[0].token_ids for o in found.outputs]
 
 
-def compare(plain: Any, drafts: Any, requests: Requests, rounds: int) -> dict[str, Any]:
+def compare(plain: Any, drafts: Any, workload: Workload, rounds: int) -> dict[str, Any]:
     """One line of the table: both engines in turns, first one and then the other.
 
     Args:
       plain: the engine without drafts.
       drafts: the other.
-      requests: what both run.
+      workload: what both run.
       rounds: of each.
     """
     before, seconds, same = drafts.stats()["speculation"], [], True
     for index in range(rounds):
         order = (plain, drafts) if index % 2 == 0 else (drafts, plain)
-        found = {id(llm): run(llm, requests) for llm in order}
+        found = {id(llm): run(llm, workload) for llm in order}
         (plain_s, wanted), (drafts_s, tokens) = found[id(plain)], found[id(drafts)]
         seconds.append((plain_s, drafts_s))
         same &= wanted == tokens
@@ -114,10 +108,10 @@ def compare(plain: Any, drafts: Any, requests: Requests, rounds: int) -> dict[st
         return after[name] - before[name]
 
     passes = gained("passes")
-    tokens_out = sum(requests.max_tokens)
+    tokens_out = sum(workload.max_tokens)
     return {
-        "workload": requests.name,
-        "requests": len(requests.prompts),
+        "workload": workload.name,
+        "requests": len(workload.prompts),
         "tokens": tokens_out,
         "plain_s": round(statistics.median(a for a, _ in seconds), 2),
         "drafts_s": round(statistics.median(b for _, b in seconds), 2),
@@ -125,7 +119,7 @@ def compare(plain: Any, drafts: Any, requests: Requests, rounds: int) -> dict[st
         # The first token of each request comes from its prefill.
         "passes": passes // rounds,
         "tokens_per_pass": round(
-            (tokens_out - len(requests.prompts)) * rounds / max(1, passes), 2
+            (tokens_out - len(workload.prompts)) * rounds / max(1, passes), 2
         ),
         "accepted": round(
             gained("num_accepted_tokens") / max(1, gained("num_draft_tokens")), 3
@@ -163,15 +157,12 @@ def bench(words: list[str]) -> int:
     )
     config = drafts.engine_config
     lines = []
-    for requests in workloads(
+    for llm in (plain, drafts):
+        warm_up(llm)
+    for workload in workloads(
         drafts.model_config.vocab_size, FLAGS.num_copies, config.max_context_len
     ):
-        short = dataclasses.replace(
-            requests, prompts=requests.prompts[:1], max_tokens=[8]
-        )
-        for llm in (plain, drafts):
-            run(llm, short)
-        lines.append(compare(plain, drafts, requests, FLAGS.num_rounds))
+        lines.append(compare(plain, drafts, workload, FLAGS.num_rounds))
     costs = drafts.ledger.pass_costs[config.num_slots]
     facts = {
         "draft": config.draft,

@@ -130,10 +130,10 @@ def step_programs(sizes: StepSizes, config: EngineConfig) -> dict[tuple, Any]:
       sizes: of the step.
       config: an engine whose buckets and pool are made to fit `sizes`.
     """
-    from headrace.engine.programs import VARIANTS, generating_kinds
+    from headrace.engine.programs import VARIANTS
 
     keys = [
-        *((kind, sizes.rows) for kind in generating_kinds(config)),
+        *((kind, sizes.rows) for kind in config.generating_kinds),
         ("prefill", (1, sizes.chunk)),
         *(("sample", variant, sizes.rows) for variant in VARIANTS),
     ]

@@ -1,12 +1,15 @@
-"""Drafts that cannot be had are refused, with the reason."""
+"""Drafts that cannot be had are refused, with the reason; shared weights stay shared."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from headrace import LLM, EngineConfig
 from headrace.checkpoints.orbax_store import save_store
 from headrace.checkpoints.synthetic import synthetic_checkpoint
+from headrace.engine.device_facts import place_params
+from headrace.engine.proposer import DRAFT
 
 
 def test_bad_settings_are_refused():
@@ -54,7 +57,14 @@ def test_drafts_that_do_not_fit_the_target_are_refused(
     assert "a vocabulary of 640 tokens, the target of 512" in message
     message = refusal(stored("short", context_len=256))
     assert "context_len 256 is shorter than max_context_len 512" in message
-    text = byte_tokenizer.tokenizer_json.replace('"{":', '"\u2603":')
+    text = byte_tokenizer.tokenizer_json.replace('"%":', '"\u2603":')
     words = dataclasses.replace(byte_tokenizer, tokenizer_json=text)
     message = refusal(stored("other"), tokenizer=words)
     assert "have other vocabularies" in message
+
+
+def test_weights_that_a_draft_shares_are_moved_once():
+    shared, ids = np.ones((2, 3), np.float32), np.arange(3, dtype=np.int32)
+    placed = place_params({"a": shared, DRAFT: {"a": shared, "ids": ids}}, "bfloat16")
+    assert placed["a"] is placed[DRAFT]["a"]
+    assert placed["a"].dtype == "bfloat16" and placed[DRAFT]["ids"].dtype == "int32"
