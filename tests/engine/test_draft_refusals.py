@@ -1,4 +1,4 @@
-"""Drafts that cannot be had are refused, with the reason; shared weights stay shared."""
+"""Drafts that cannot be had are refused; weights that a draft shares stay shared."""
 
 import dataclasses
 
