@@ -1,6 +1,6 @@
 """Distils an EAGLE head for a model from text that the model itself generates.
 
-    python -m headrace.scripts.train_draft_head --out=HEAD
+    python -m headrace.scripts.train_draft_head --head=HEAD
     python -m headrace.scripts.generate --draft=eagle:HEAD --prompt="..."
 
 The target writes texts (half greedy, half sampled), its hidden states over them are
@@ -25,7 +25,7 @@ from headrace.scripts.bench_throughput import load_workload
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("out", None, "Folder of the head; must not exist.")
+flags.DEFINE_string("head", None, "Folder for the head; must not exist.")
 flags.DEFINE_integer("num_texts", 320, "Texts that the model writes.", lower_bound=2)
 flags.DEFINE_integer(
     "text_len", 256, "Tokens of each, prompt included.", lower_bound=16
@@ -175,11 +175,11 @@ def run(words: list[str]) -> int:
     """
     if words:
         raise ValueError(f"unknown arguments {words}")
-    if FLAGS.out is None:
-        raise ValueError("--out must name a folder for the head")
-    folder = pathlib.Path(FLAGS.out).expanduser()
+    if FLAGS.head is None:
+        raise ValueError("--head must name a folder for the head")
+    folder = pathlib.Path(FLAGS.head).expanduser()
     if folder.exists():
-        raise ValueError(f"--out={folder} exists already")
+        raise ValueError(f"--head={folder} exists already")
     llm = engine_flags.build_llm(small)
     if llm.engine_config.quantization is not None:
         raise ValueError("the target must not be quantized: the head shares its tables")

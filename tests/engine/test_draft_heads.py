@@ -7,6 +7,7 @@ tensors as they lie in the file.
 import dataclasses
 import pathlib
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -15,6 +16,7 @@ from draft_waves import Whim, bits, in_waves, requests
 
 from headrace import LLM, SamplingParams
 from headrace.checkpoints.draft_heads import load_eagle, load_medusa
+from headrace.engine.proposer import DRAFT
 from headrace.layers import kv_cache as kv
 from headrace.layers.inputs import whole_prompt
 from headrace.layers.models import build_model
@@ -29,6 +31,8 @@ def folders(tmp_path_factory, tiny_config, tiny_checkpoint):
         "medusa": write_medusa(folder / "medusa", model, params),
         "eagle": write_eagle(folder / "eagle", model),
         "eagle3": write_eagle3(folder / "eagle3", model, params),
+        "eagle far": write_eagle(folder / "eagle far", model, scale=0.2),
+        "eagle3 far": write_eagle3(folder / "eagle3 far", model, params, scale=0.2),
     }
 
 
@@ -68,7 +72,11 @@ def test_drafts_are_those_of_the_published_equations(
 ):
     kind, llm = drafts
     llm._loop._control, runner, seen = Whim(always=True), llm._runner, []
-    propose = runner.propose
+    propose, params = runner.propose, runner.params
+    if kind != "medusa":
+        # The engine's programs with the weights of a head that looks far back.
+        head = load_eagle(folders[f"{kind} far"], tiny_config[0], jnp.asarray)
+        runner.params = {**params, DRAFT: head.params}
 
     def watched(bucket, packed):
         propose(bucket, packed)
@@ -82,8 +90,9 @@ def test_drafts_are_those_of_the_published_equations(
     prompt = np.random.default_rng(5).integers(1, 500, 45).tolist()
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     llm.generate(dict(prompt_token_ids=prompt), params, use_tqdm=False)
-    runner.propose = propose
-    reference = REFERENCES[kind](folders[kind], tiny_config[0], tiny_checkpoint.params)
+    runner.propose, runner.params = propose, params
+    folder = folders[kind if kind == "medusa" else f"{kind} far"]
+    reference = REFERENCES[kind](folder, tiny_config[0], tiny_checkpoint.params)
     checked = 0
     for position, history, found in seen:
         length = int((found >= 0).sum())

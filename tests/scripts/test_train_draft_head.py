@@ -22,7 +22,7 @@ def run(folder, capsys, **values):
     if not script.FLAGS.is_parsed():
         script.FLAGS(["train_draft_head"])
     flags = dict(config="tiny", weights_seed=3, num_slots=8) | values
-    with flagsaver.flagsaver(out=str(folder), **flags):
+    with flagsaver.flagsaver(head=str(folder), **flags):
         code = script.main(["train_draft_head"])
     printed = capsys.readouterr()
     return code, printed.out.splitlines(), printed.err
@@ -84,8 +84,8 @@ def test_both_forms_of_a_head_guess_the_same(tmp_path, tiny_config):
 def test_a_folder_has_to_be_named(capsys):
     if not script.FLAGS.is_parsed():
         script.FLAGS(["train_draft_head"])
-    with flagsaver.flagsaver(out=None):
+    with flagsaver.flagsaver(head=None):
         assert script.main(["train_draft_head"]) == 1
-    assert "--out must name a folder" in capsys.readouterr().err
+    assert "--head must name a folder" in capsys.readouterr().err
     with pytest.raises(ValueError, match="unknown arguments"):
         script.run(["x"])

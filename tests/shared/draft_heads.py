@@ -1,7 +1,8 @@
 """Writes draft heads in the public layouts, as folders; see `checkpoints/draft_heads`.
 
 What they guess is that the last token comes again: weights of layers are small, and
-what the target made of its text passes through. That is right now and then.
+what the target made of its text passes through. That is right now and then. With a
+larger `scale` what came long before has its say.
 """
 
 import json
@@ -22,19 +23,19 @@ def write_medusa(folder, model, target, *, heads=3, prefix=""):
     return _write(folder, config, tensors, "medusa_lm_head.safetensors")
 
 
-def write_eagle(folder, model, *, has_bias=True):
+def write_eagle(folder, model, *, has_bias=True, scale=0.02):
     """A head of the first kind."""
     rng, D = np.random.default_rng(2), model.model_dim
     passes = np.concatenate([np.zeros((D, D)), np.eye(D)], axis=1)
     tensors = {"fc.weight": passes.astype(np.float32)}
     if has_bias:
         tensors["fc.bias"] = _small(rng, D)
-    tensors |= _layer("layers.0", model, rng, D)
+    tensors |= _layer("layers.0", model, rng, D, scale)
     tensors["embed_tokens.weight"] = np.zeros((model.vocab_size, D), np.float32)
     return _write(folder, _config(model), tensors)
 
 
-def write_eagle3(folder, model, target, *, aux_layers=(0, 1), vocab=None):
+def write_eagle3(folder, model, target, *, aux_layers=(0, 1), vocab=None, scale=0.02):
     """A head of the third kind that drafts every second token of the vocabulary."""
     rng, D = np.random.default_rng(3), model.model_dim
     vocab = vocab or model.vocab_size // 2
@@ -49,24 +50,25 @@ def write_eagle3(folder, model, target, *, aux_layers=(0, 1), vocab=None):
         "lm_head.weight": np.array(target["embedding"])[ids % model.vocab_size],
         "d2t": ids - np.arange(vocab),
         "t2d": (np.arange(model.vocab_size) % 2 == 0).astype(np.int8),
-    } | _layer("midlayer", model, rng, 2 * D)
+    } | _layer("midlayer", model, rng, 2 * D, scale)
     config = _config(model) | {
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(aux_layers)}
     }
     return _write(folder, config, tensors)
 
 
-def _layer(name, model, rng, width):
+def _layer(name, model, rng, width, scale):
     D, F, H = model.model_dim, model.ffw_dim, model.head_dim
     rows = {"q": model.num_heads * H, "k": model.num_kv_heads * H}
     rows["v"] = rows["k"]
     return {
-        f"{name}.self_attn.{x}_proj.weight": _small(rng, rows[x], width) for x in "qkv"
+        f"{name}.self_attn.{x}_proj.weight": _small(rng, rows[x], width, scale=scale)
+        for x in "qkv"
     } | {
-        f"{name}.self_attn.o_proj.weight": _small(rng, D, rows["q"]),
-        f"{name}.mlp.gate_proj.weight": _small(rng, F, D),
-        f"{name}.mlp.up_proj.weight": _small(rng, F, D),
-        f"{name}.mlp.down_proj.weight": _small(rng, D, F),
+        f"{name}.self_attn.o_proj.weight": _small(rng, D, rows["q"], scale=scale),
+        f"{name}.mlp.gate_proj.weight": _small(rng, F, D, scale=scale),
+        f"{name}.mlp.up_proj.weight": _small(rng, F, D, scale=scale),
+        f"{name}.mlp.down_proj.weight": _small(rng, D, F, scale=scale),
         f"{name}.post_attention_layernorm.weight": np.ones(D, np.float32),
     }
 
@@ -82,8 +84,8 @@ def _config(model):
     }
 
 
-def _small(rng, *shape):
-    return rng.standard_normal(shape, np.float32) * np.float32(0.02)
+def _small(rng, *shape, scale=0.02):
+    return rng.standard_normal(shape, np.float32) * np.float32(scale)
 
 
 def _write(folder, config, tensors, name="model.safetensors"):
