@@ -8,6 +8,7 @@ import pytest
 from draft_waves import Whim
 
 from headrace import LLM, SamplingParams
+from headrace.checkpoints.orbax_store import save_store
 from headrace.engine import model_runner
 from headrace.engine.proposer import Drafts, Proposer
 from headrace.engine.sampler import gumbel_noise
@@ -66,3 +67,32 @@ def test_tokens_per_pass_follow_the_formula(
         found["num_accepted_tokens_per_pos"], found["num_draft_tokens_per_pos"]
     )
     assert by_place == pytest.approx(a ** np.arange(1, 1 + NUM_DRAFTS), abs=0.02)
+
+
+def test_a_draft_model_that_is_the_target_is_always_right(
+    tiny_config, tiny_checkpoint, tmp_path
+):
+    save_store(tmp_path / "same", tiny_checkpoint)
+    config = dataclasses.replace(
+        tiny_config[1], draft=str(tmp_path / "same"), num_drafts=NUM_DRAFTS,
+        adapts_drafts=False, num_slots=8, decode_batch_sizes=(8,),
+    )  # fmt: skip
+    llm = LLM.from_checkpoint(tiny_checkpoint, config=config)
+    rng = np.random.default_rng(2)
+    # Prompts of several chunks, some with a prefix that is cached by then.
+    shared = rng.integers(0, 512, 150).tolist()
+    prompts = [shared + rng.integers(0, 512, 1 + 17 * i).tolist() for i in range(10)]
+    params = [
+        SamplingParams(
+            temperature=[0.0, 0.7][i % 2], top_p=0.9, seed=i, max_tokens=61,
+            ignore_eos=True,
+        )
+        for i in range(10)
+    ]  # fmt: skip
+    asked = [dict(prompt_token_ids=ids) for ids in prompts]
+    llm.generate(asked, params, use_tqdm=False)
+    stats = llm.stats()
+    llm.close()
+    found = stats["speculation"]
+    assert stats["counters"]["prefix_cache_hits"] > 0
+    assert found["num_accepted_tokens"] == found["num_draft_tokens"] > 400
