@@ -26,7 +26,7 @@ def write_medusa(folder, model, target, *, heads=3, prefix=""):
 def write_eagle(folder, model, *, has_bias=True, scale=0.02):
     """A head of the first kind."""
     rng, D = np.random.default_rng(2), model.model_dim
-    passes = np.concatenate([np.zeros((D, D)), np.eye(D)], axis=1)
+    passes = np.concatenate([_small(rng, D, D, scale=scale), np.eye(D)], axis=1)
     tensors = {"fc.weight": passes.astype(np.float32)}
     if has_bias:
         tensors["fc.bias"] = _small(rng, D)
